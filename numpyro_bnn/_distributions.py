@@ -25,8 +25,6 @@ from numpyro.distributions.util import sum_rightmost, validate_sample
 
 from numpyro_bnn._types import Shape, Site
 
-__all__ = ["GroupStudentT", "affine_normal", "is_affine_normal", "unwrapped"]
-
 
 def unwrapped(fn: dist.Distribution, masked: bool = False) -> dist.Distribution:
     """The distribution inside ``to_event``, ``expand`` and, if ``masked``, ``mask``."""
@@ -61,6 +59,17 @@ def unmasked_elements(fn: dist.Distribution) -> Array:
             counted &= mask.reshape(fn.batch_shape + (1,) * fn.event_dim)
         fn = fn.base_dist
     return counted
+
+
+def weights(site: Site) -> Array:
+    """The factor by which scales and masks multiply the log density of every element of
+    a site.
+    """
+    fn = site["fn"]
+    scale = jnp.broadcast_to(
+        1.0 if site["scale"] is None else site["scale"], fn.batch_shape
+    )
+    return scale.reshape(fn.batch_shape + (1,) * fn.event_dim) * unmasked_elements(fn)
 
 
 _BOUNDED = (constraints.greater_than, constraints.less_than, constraints.interval)

@@ -12,8 +12,6 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._types import Arrays
 
-__all__ = ["key_from", "key_numbers", "split"]
-
 
 def split(rng_key: Array, num: int = 2) -> Array:
     """Split one key into ``num``; split a batch of C keys into (num, C), so that

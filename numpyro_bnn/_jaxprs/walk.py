@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -339,3 +339,21 @@ class Follower(Interpreter):
     def _outputs(self, equation: Equation, value: Operand) -> Operand:
         count = len(equation.jaxpr_equation.outvars)
         return [value] * count if equation.several else value
+
+
+class SiteImage(NamedTuple):
+    """An elementwise affine image of a site: its value, and its slope in the site."""
+
+    site: str
+    value: Operand
+    slope: Operand
+
+    def after(
+        self, equation: Equation, operands: Sequence[Operand], operand: int
+    ) -> "SiteImage":
+        """The image after an operation that is affine in one of its operands."""
+
+        def image(value: Operand) -> Operand:
+            return equation.bind(*operands[:operand], value, *operands[operand + 1 :])
+
+        return SiteImage(self.site, *jax.jvp(image, (self.value,), (self.slope,)))

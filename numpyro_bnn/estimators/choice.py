@@ -88,7 +88,7 @@ def _candidates(y: np.ndarray, noise: NoiseSettings, method: str) -> list[str]:
     names = []
     for name in _likely(y):
         kind = TARGETS[name]
-        fits = kind.is_normal or method in methods.HEAVY_TAILS
+        fits = kind.is_normal or method in methods.ANY_LIKELIHOOD
         fits &= kind.may_have_heavy_tails or not noise.heavy_tails
         fits &= kind.may_be_heteroscedastic or not noise.heteroscedastic
         if fits:
@@ -205,12 +205,12 @@ class _Look:
             success = concentration / (concentration + means)
             return stats.nbinom.logpmf(self._y, concentration, success)
 
-        found = minimize_scalar(
+        optimum = minimize_scalar(
             lambda log: -self.mean(log_mass(log)),
             bounds=LOG_CONCENTRATIONS,
             method="bounded",
         )
-        return log_mass(found.x)
+        return log_mass(optimum.x)
 
     def _ordered(self) -> np.ndarray:
         _, codes, counts = np.unique(self._y, return_inverse=True, return_counts=True)

@@ -1,6 +1,7 @@
 """``Classifier``: class probabilities and labels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,13 @@ from sklearn.utils.validation import check_is_fitted
 
 from numpyro_bnn import priors
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
+from numpyro_bnn._options import Level, PositiveInt, Switch, checked
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.network import (
-    Callback,
-    Method,
-    Network,
-    Uncertainty,
-    counted_rows,
-)
+from numpyro_bnn.estimators.network import Network, Uncertainty, counted_rows
 from numpyro_bnn.estimators.tables import check_labels, taught
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Classifier(ClassifierMixin, Network):
     r"""A Bayesian neural network for classification, with scikit-learn's ``fit``,
     ``predict``, ``predict_proba``.
@@ -59,40 +55,7 @@ class Classifier(ClassifierMixin, Network):
     _check_targets = staticmethod(check_labels)
     _mean_summary = "probabilities"
 
-    def __init__(
-        self,
-        method: Method = "ensemble",
-        *,
-        widths: Sequence[int] | None = None,
-        activation: Any = None,
-        network: Callable[[int], Any] | None = None,
-        prior: Any = None,
-        categories: Sequence[str] | None = None,
-        dates: Sequence[str] | None = None,
-        class_weight: Any = None,
-        num_chains: PositiveInt | None = None,
-        num_samples: PositiveInt | None = None,
-        effort: Positive | None = None,
-        cache: Switch = True,
-        callback: Callback | None = None,
-        progress_bar: Switch = False,
-        random_state: Any = None,
-    ) -> None:
-        self.method = method
-        self.widths = widths
-        self.activation = activation
-        self.network = network
-        self.prior = prior
-        self.categories = categories
-        self.dates = dates
-        self.class_weight = class_weight
-        self.num_chains = num_chains
-        self.num_samples = num_samples
-        self.effort = effort
-        self.cache = cache
-        self.callback = callback
-        self.progress_bar = progress_bar
-        self.random_state = random_state
+    class_weight: Any = None
 
     def _usual_prior(self, columns: np.ndarray) -> Any:
         return priors.Hierarchical(dist.HalfCauchy(1.0))
@@ -216,12 +179,6 @@ class Classifier(ClassifierMixin, Network):
         with self._scored(y, sample_weight):
             self._check_kind(f"{self._call}.score", "y", y)
             return super().score(X, y, sample_weight)
-
-    def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
-        """Log probability of the label of each row, (N,): larger is better."""
-        return self._density_by_factor(X, y, "log_predictive_density")(
-            self.calibration_
-        )
 
     def _check_kind(self, call: str, argument: str, y: Any) -> None:
         """Refuse dates in the place of other labels: to NumPy one day equals 1."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from numpyro.infer import NUTS, SVI
 
 from numpyro_bnn import guides, infer, priors, symmetry
@@ -24,6 +24,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn.estimators.modules import random_function
 from numpyro_bnn.estimators.predictive import LinearizedPredictive, Predictive
 from numpyro_bnn.estimators.process import one_blas_thread
+from numpyro_bnn.infer.chain_methods import chain_mesh
 from numpyro_bnn.infer.warm_start import held_out_rows
 from numpyro_bnn.models import noise_family
 from numpyro_bnn.priors.base import gaussian
@@ -357,16 +358,15 @@ def _chains(
         lambda leaf: np.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype),
         draw_shapes,
     )
-    devices = max(n for n in range(1, jax.local_device_count() + 1) if count % n == 0)
-    mesh = Mesh(np.asarray(jax.local_devices()[:devices]), ("chain",))
+    mesh = chain_mesh(count, jax.local_devices())
     chain, everywhere = PartitionSpec("chain"), PartitionSpec()
-    if devices > 1:  # where they will be: another place would be another program
+    if mesh is not None:  # where they will be: another place would be another program
         state, draws = jax.device_put((state, draws), NamedSharding(mesh, chain))
 
     def advance(carry: tuple, args: tuple, kwargs: Any) -> tuple:
         specs = (chain, chain, everywhere, everywhere, everywhere)
         run: Callable = partial(_transitions, kernel, num_warmup)
-        if devices > 1:  # chains are independent: the devices need not agree
+        if mesh is not None:  # chains are independent: the devices need not agree
             run = jax.shard_map(
                 run,
                 mesh=mesh,
@@ -549,10 +549,9 @@ METHODS: dict[str, Callable] = {
     "mean_field": mean_field,
     "adf": adf,
 }
-# Methods whose noise may have heavy tails.
-HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
-# Methods that take several targets of which some are missing.
-WITH_GAPS = ("ensemble", "nuts", "mean_field")
+# Methods that take any likelihood: heavy tails, and several targets of which some are
+# missing.
+ANY_LIKELIHOOD = ("ensemble", "nuts", "mean_field")
 # Methods whose steps are chosen by the table.
 ADAPTIVE = ("ensemble",)
 # Methods whose regressions have one scale for each column by default.

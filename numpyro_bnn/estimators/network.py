@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import copy
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
@@ -34,7 +35,9 @@ from numpyro_bnn._options import (
     Choice,
     Count,
     Kind,
+    Positive,
     PositiveInt,
+    Switch,
     check_option,
     checked,
     options_of,
@@ -44,7 +47,7 @@ from numpyro_bnn.estimators import methods, modules
 from numpyro_bnn.estimators.effort import needed_effort
 from numpyro_bnn.estimators.frames import Columns, is_frame
 from numpyro_bnn.estimators.predictive import Predictive
-from numpyro_bnn.estimators.stored import stored_programs
+from numpyro_bnn.estimators.process import stored_programs
 from numpyro_bnn.estimators.tables import check_numbers, taught
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import extrapolated
@@ -151,23 +154,30 @@ Callback: TypeAlias = Annotated[
 ]
 
 
-class Network(BaseEstimator):
+@dataclass(eq=False, repr=False)
+class Settings:
+    """The settings that both estimators have."""
+
+    method: Method = "ensemble"
+    _: KW_ONLY
+    widths: Sequence[int] | None = None
+    activation: Any = None
+    network: Callable[[int], Any] | None = None
+    prior: Any = None
+    categories: Sequence[str] | None = None
+    dates: Sequence[str] | None = None
+    num_chains: PositiveInt | None = None
+    num_samples: PositiveInt | None = None
+    effort: Positive | None = None
+    cache: Switch = True
+    callback: Callback | None = None
+    progress_bar: Switch = False
+    random_state: Any = None
+
+
+class Network(Settings, BaseEstimator):
     """What both estimators share."""
 
-    method: str
-    widths: Sequence[int] | None
-    activation: Any
-    network: Callable[[int], Any] | None
-    prior: Any
-    categories: Sequence[str] | None
-    dates: Sequence[str] | None
-    num_chains: int | None
-    num_samples: int | None
-    effort: float | None
-    cache: bool
-    callback: Callable | None
-    progress_bar: bool
-    random_state: Any
     #: Standard deviations of the targets of a regression.
     _y_sd: Any
     #: The summary that is a prediction without its noise.
@@ -346,17 +356,10 @@ class Network(BaseEstimator):
             )
         x_scaler = self._input_scaler(x, weight)
         x = x_scaler.transform(x)
-        net = self._network(outputs, widths)
-        prior = self.prior
-        if prior is None:
-            places = self._places_of_columns(x.shape[1])
-            places = places[: self._numeric(x).shape[1]]
-            usual = partial(self._usual_prior, places)
-            prior = methods.PRIORS.get(self.method, usual)()
         model = partial(
             methods.network_model,
-            net=net,
-            prior=prior,
+            net=self._network(outputs, widths),
+            prior=self._prior_of(x),
             likelihood=likelihood,
             outputs=outputs,
             call=self._call,
@@ -406,6 +409,15 @@ class Network(BaseEstimator):
         #: Factor on predictive standard deviations, or temperature of class
         # probabilities; 1 before `calibrate`.
         self.calibration_ = 1.0
+
+    def _prior_of(self, x: np.ndarray) -> Any:
+        """The prior of the user, or the usual one of the method."""
+        if self.prior is not None:
+            return self.prior
+        if self.method in methods.PRIORS:
+            return methods.PRIORS[self.method]()
+        columns = self._places_of_columns(x.shape[1])
+        return self._usual_prior(columns[: self._numeric(x).shape[1]])
 
     def _input_scaler(self, x: np.ndarray, weight: np.ndarray | None) -> Scaler:
         """Numbers are standardized; columns of 0 and 1 that a frame was made into have
@@ -711,6 +723,13 @@ class Network(BaseEstimator):
         optimum = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
         self.calibration_ = float(np.exp(optimum.x))
         return self
+
+    def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
+        """log p(y_n | x_n, D) of each row, (N,), of targets in the units of the data:
+        larger is better. Of several targets it is that of those that are not NaN.
+        """
+        density = self._density_by_factor(X, y, "log_predictive_density")
+        return density(self.calibration_)
 
     def _density_by_factor(
         self, X: Any, y: Any, method: str

@@ -3,6 +3,7 @@ the data.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -13,12 +14,10 @@ from sklearn.utils import _safe_indexing, check_random_state
 from sklearn.utils.validation import _num_samples, check_is_fitted
 
 from numpyro_bnn._checks import argument_error, as_floats
-from numpyro_bnn._options import Choice, Level, Positive, PositiveInt, Switch, checked
+from numpyro_bnn._options import Choice, Level, PositiveInt, Switch, checked
 from numpyro_bnn.estimators import methods, targets
 from numpyro_bnn.estimators.choice import chosen
 from numpyro_bnn.estimators.network import (
-    Callback,
-    Method,
     Network,
     Uncertainty,
     warn_of_health,
@@ -35,6 +34,7 @@ TargetName: TypeAlias = Annotated[str, Choice(("auto", *TARGETS))]
 Center: TypeAlias = Annotated[str, Choice(("mean", "quantiles"))]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Regressor(RegressorMixin, Network):
     r"""A Bayesian neural network for regression, with scikit-learn's ``fit`` and
     ``predict``.
@@ -145,46 +145,10 @@ class Regressor(RegressorMixin, Network):
     _target_options: ClassVar = {"y_numeric": True, "multi_output": True}
     _check_targets = staticmethod(check_numbers)
 
-    def __init__(
-        self,
-        method: Method = "ensemble",
-        *,
-        widths: Sequence[int] | None = None,
-        activation: Any = None,
-        network: Callable[[int], Any] | None = None,
-        prior: Any = None,
-        categories: Sequence[str] | None = None,
-        dates: Sequence[str] | None = None,
-        target: TargetName = "auto",
-        bounds: Sequence[float] | None = None,
-        heteroscedastic: Switch | None = None,
-        heavy_tails: Switch | None = None,
-        num_chains: PositiveInt | None = None,
-        num_samples: PositiveInt | None = None,
-        effort: Positive | None = None,
-        cache: Switch = True,
-        callback: Callback | None = None,
-        progress_bar: Switch = False,
-        random_state: Any = None,
-    ) -> None:
-        self.method = method
-        self.widths = widths
-        self.activation = activation
-        self.network = network
-        self.prior = prior
-        self.categories = categories
-        self.dates = dates
-        self.target = target
-        self.bounds = bounds
-        self.heteroscedastic = heteroscedastic
-        self.heavy_tails = heavy_tails
-        self.num_chains = num_chains
-        self.num_samples = num_samples
-        self.effort = effort
-        self.cache = cache
-        self.callback = callback
-        self.progress_bar = progress_bar
-        self.random_state = random_state
+    target: TargetName = "auto"
+    bounds: Sequence[float] | None = None
+    heteroscedastic: Switch | None = None
+    heavy_tails: Switch | None = None
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -244,11 +208,11 @@ class Regressor(RegressorMixin, Network):
         with taught(f"{self._call}.fit", "y", y):
             missing = missing_values(np.asarray(y))
         if missing.ndim == 2 and missing.any():
-            if missing.shape[1] > 1 and self.method not in methods.WITH_GAPS:
+            if missing.shape[1] > 1 and self.method not in methods.ANY_LIKELIHOOD:
                 got = (
                     f'{missing.sum()} missing values, which "{self.method}" cannot have'
                 )
-                known = ", ".join(methods.WITH_GAPS)
+                known = ", ".join(methods.ANY_LIKELIHOOD)
                 instead = f"Drop their rows, or use another `method`: {known}."
                 raise argument_error(f"{self._call}.fit", "y", got, instead)
             missing = np.all(missing, axis=1)
@@ -279,17 +243,17 @@ class Regressor(RegressorMixin, Network):
         values = np.asarray(y)
         missing = missing_values(values)
         partly = missing.ndim == 2 and missing.any() and not missing.all(axis=1).any()
-        if not partly or self.method not in methods.WITH_GAPS:
+        if not partly or self.method not in methods.ANY_LIKELIHOOD:
             return y, None
         return np.where(missing, 0, values), missing
 
     def _check_noise(self) -> None:
         """Refuse settings of the noise that no targets allow."""
         tails, bounds = self.heavy_tails, self.bounds
-        if tails and self.method not in methods.HEAVY_TAILS:
+        if tails and self.method not in methods.ANY_LIKELIHOOD:
             instead = (
                 f"Leave it out, or use another `method`: "
-                f"{', '.join(methods.HEAVY_TAILS)}."
+                f"{', '.join(methods.ANY_LIKELIHOOD)}."
             )
             raise argument_error(self._call, "heavy_tails", tails, instead)
         if bounds is not None:
@@ -439,7 +403,7 @@ class Regressor(RegressorMixin, Network):
 
         With several targets it is that of each target alone.
         """
-        low, high = self._quantiles(X, np.array([(1 - level) / 2, (1 + level) / 2]))
+        low, high = self._quantiles(X, _ends(level))
         return low, high
 
     def predict_quantiles(self, X: Any, levels: Any = (0.05, 0.5, 0.95)) -> np.ndarray:
@@ -597,8 +561,7 @@ class Regressor(RegressorMixin, Network):
             )
             raise argument_error(call, "y_held_out", misfit, instead)
         ask = self._asking_alike(X_held_out, X)
-        levels = np.array([(1 - level) / 2, (1 + level) / 2])
-        (low, high), sd = target.central(ask, levels)
+        (low, high), sd = target.central(ask, _ends(level))
         places = target.places(y)
         held_out = slice(None, len(y))
         outside = np.maximum(low[held_out] - places, places - high[held_out])
@@ -643,14 +606,6 @@ class Regressor(RegressorMixin, Network):
         with self._scored(y, sample_weight):
             return super().score(X, y, sample_weight)
 
-    def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
-        """log p(y_n | x_n, D) of each row, (N,), in the units of the data: larger is
-        better. Of several targets it is that of those that are not NaN.
-        """
-        return self._density_by_factor(X, y, "log_predictive_density")(
-            self.calibration_
-        )
-
     def _targets(self, X: Any, y: Any, method: str, suffix: str = "") -> np.ndarray:
         """Targets of rows, checked, (N,) or (N, K); arguments of the method may have a
         suffix.
@@ -673,6 +628,11 @@ class Regressor(RegressorMixin, Network):
             instead = "Use `conformal_interval` for intervals from held-out rows."
             raise argument_error(f"{self._call}.calibrate", "target", got, instead)
         return self._target.log_density(self._asking(X), y)
+
+
+def _ends(level: float) -> np.ndarray:
+    """Probabilities of the ends of a central interval."""
+    return np.array([(1 - level) / 2, (1 + level) / 2])
 
 
 def _rows_with_any(flags: np.ndarray) -> int:

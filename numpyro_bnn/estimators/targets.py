@@ -817,9 +817,9 @@ def check_target(
     if noise.bounds is not None and name != "bounded":
         instead = 'Leave it out, or use `target="bounded"`.'
         raise argument_error(call, "bounds", noise.bounds, instead)
-    if not kind.is_normal and method not in methods.HEAVY_TAILS:
+    if not kind.is_normal and method not in methods.ANY_LIKELIHOOD:
         instead = f'Use another `method` for "{name}": '
-        instead += f"{', '.join(methods.HEAVY_TAILS)}."
+        instead += f"{', '.join(methods.ANY_LIKELIHOOD)}."
         raise argument_error(call, "method", method, instead)
     if noise.heavy_tails and not kind.may_have_heavy_tails:
         instead = f'Leave it out: "{name}" has its own tails.'

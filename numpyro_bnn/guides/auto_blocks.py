@@ -24,8 +24,8 @@ from numpyro_bnn._types import Kwargs, PyTree, Site, Trees
 from numpyro_bnn.guides import initialization
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
 from numpyro_bnn.guides.initialization import init_to_fan_in
-from numpyro_bnn.guides.prototype import CompiledPrototype
-from numpyro_bnn.guides.scale_conditioning import (
+from numpyro_bnn.guides.prototype import (
+    CompiledPrototype,
     Program,
     Scaled,
     prior_program,

@@ -38,10 +38,13 @@ from numpyro_bnn.program.compiled import (
     refuse_tracers,
     shared,
 )
-from numpyro_bnn.program.gathers import warn_of_slow_gathers
 from numpyro_bnn.program.plates import random_indices
 from numpyro_bnn.program.posterior import Posterior
-from numpyro_bnn.program.row_lengths import check_feeds, check_row_lengths
+from numpyro_bnn.program.row_lengths import (
+    check_feeds,
+    check_row_lengths,
+    warn_of_slow_gathers,
+)
 from numpyro_bnn.program.rows import Ahead, read_ahead, rows_in
 
 CALL = "guides.fit"

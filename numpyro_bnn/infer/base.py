@@ -38,6 +38,8 @@ from numpyro_bnn.infer.diagnostics import MeasureMovement, temperature_band
 from numpyro_bnn.infer.model_arguments import (
     MAX_CONSTANT_BYTES,
     ModelArguments,
+    Start,
+    first_of,
     one_thread,
     over_chains,
 )
@@ -307,8 +309,8 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         """Longest kick that a step takes if its size was chosen in warm-up, ``None``
         for no bound: see :class:`~numpyro_bnn.sgmcmc.Overdamped`.
         """
-        chosen = self.step_size is None and self.temperature > 0
-        return MAX_KICK if chosen else None
+        adapts = self.step_size is None and self.temperature > 0
+        return MAX_KICK if adapts else None
 
     # -- rules for the step size -------------------------------------------------------
 
@@ -355,9 +357,9 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         """What a transition does before, between and after its steps, in this order."""
         warm_up, learned, adapting = plan.warm_up, plan.learned, self.adapting(plan)
         learning = [] if learned is None else [learned]
-        chosen, renews = self.step_size is None, False
+        adapts, renews = self.step_size is None, False
         measure = MeasureNoise(warm_up)
-        if chosen:
+        if adapts:
             averaged = (lambda _, noise: noise) if learned is None else learned.averaged
             guesses = any(phase.steers for phase in adapting)
             renews = guesses and not (self.exact or plan.target.subsampled)
@@ -376,7 +378,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         phases = [*learning, *renew, measure, *adapting, movement]
         if warm_up.begin < warm_up.end:
             parts = tuple(learning), tuple(adapting)
-            phases.insert(0, Rescue(warm_up, chosen, *parts, self.patience))
+            phases.insert(0, Rescue(warm_up, adapts, *parts, self.patience))
         return phases
 
     def _make_plan(self, target: Target, num_warmup: int, size: int) -> RunPlan:
@@ -420,9 +422,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
 
     # -- the contract of MCMCKernel ----------------------------------------------------
 
-    @property
-    def sample_field(self) -> str:
-        return "z"
+    sample_field = "z"
 
     @property
     def default_fields(self) -> tuple[str, ...]:
@@ -465,66 +465,44 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             return posterior
         return Posterior(self.model, args, kwargs, full=False)
 
-    def begin(
-        self,
-        rng_key: Array,
-        num_warmup: int,
-        init_params: PyTree,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-        posterior: Posterior | None = None,
-    ) -> SGMCMCState:
-        args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
+    def _begin(self, start: Start) -> SGMCMCState:
+        call = args, kwargs = start.args, start.kwargs
         # not as separate small programs
-        chain_key, init_key = shared(lambda key: tuple(split(key)), True)(rng_key)
-        target, z = self._bound(
-            init_key, num_warmup, init_params, args, kwargs, posterior
-        )
-        single = is_prng_key(rng_key)
-        one = z if single else jax.eval_shape(_first_chain, z)
-        check_held_out(self._call, target, self._warm_start.held_out, one, args, kwargs)
+        chain_key, init_key = shared(lambda key: tuple(split(key)), True)(start.rng_key)
+        target, z = self._bound(start._replace(rng_key=init_key))
+        one = z if start.single else jax.eval_shape(first_of, z)
+        check_held_out(self._call, target, self._warm_start.held_out, one, *call)
         size = sum(leaf.size for leaf in jax.tree.leaves(one))
-        self._plan = self._make_plan(target, num_warmup, size)
+        self._plan = self._make_plan(target, start.num_warmup, size)
         self._sample_fn = self.sample
 
-        def start(
-            values: tuple[PyTree, PyTree], args: tuple, kwargs: Kwargs
-        ) -> SGMCMCState:
+        def started(values: PyTree, args: tuple, kwargs: Kwargs) -> SGMCMCState:
             begin = partial(self._start, args=args, kwargs=kwargs)
-            return begin(*values) if single else jax.vmap(begin)(*values)
+            return begin(*values) if start.single else jax.vmap(begin)(*values)
 
-        return run(start, (z, chain_key), args, kwargs, runs_rarely=True)
+        return run(started, (z, chain_key), args, kwargs, runs_rarely=True)
 
-    def _bound(
-        self,
-        rng_key: Array,
-        num_warmup: int,
-        init_params: PyTree,
-        args: tuple,
-        kwargs: Kwargs,
-        posterior: Posterior | None,
-    ) -> tuple[Target, dict[str, Array]]:
+    def _bound(self, start: Start) -> tuple[Target, dict[str, Array]]:
         """The model bound to its arguments, and where its chains start."""
-        call = self._call
-        settings = self._model, rng_key, self.init_strategy, args, kwargs
-        learn = partial(self._learned, num_warmup, args, kwargs)
+        call, args, kwargs = self._call, start.args, start.kwargs
+        learn = partial(self._learned, start.num_warmup, args, kwargs)
         spread = self._warm_start.spread
-        search = init_params is None and (spread == 1 or is_traced(rng_key))
-        target, z = bind(call, *settings, self.temperature, learn, posterior, search)
+        has_values = start.init_params is not None
+        search = not has_values and (spread == 1 or is_traced(start.rng_key))
+        settings = self._model, start, self.init_strategy, self.temperature
+        target, z = bind(call, *settings, learn, search)
         by_batches = not self.exact and self.gradient == "minibatch"
         if not (by_batches and self.takes_random_models):
             refuse_random(call, "model", target.stochastic)
-        check = partial(check_start, call, target, is_prng_key(rng_key), args, kwargs)
-        if init_params is not None:
-            z = given_values(call, target, z, init_params, args, kwargs)
-            check("init_params", z)
+        if has_values:
+            z = given_values(call, target, z, start)
         elif spread != 1:
             scaled = shared(partial(jax.tree.map, lambda value: spread * value))
             try:
-                check("warm_start", z := scaled(z))
+                check_start(call, "warm_start", target, z := scaled(z), start)
             except ValueError:
-                z = target.on(args, kwargs).initial(rng_key, self.init_strategy)
-                check("warm_start", z := scaled(z))
+                z = target.on(args, kwargs).initial(start.rng_key, self.init_strategy)
+                check_start(call, "warm_start", target, z := scaled(z), start)
         if not (target.subsampled and by_batches) or self._warm_start.held_out:
             refuse_rows(call, BY_BATCHES, args, kwargs)
         if self.minibatches == "epochs":
@@ -536,8 +514,8 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
     ) -> SGMCMCState:
         """The state of a chain at unconstrained values ``z``."""
         plan, position = self.plan, ravel_pytree(z)[0]
-        given = self.step_size
-        number = 1.0 if given is None or callable(given) else given
+        step_size = self.step_size
+        number = 1.0 if step_size is None or callable(step_size) else step_size
         base = jnp.asarray(number, position.dtype)
         sampler = self.sampler(plan.target.evaluator(args, kwargs), z, base)
         # The first transition that samples refreshes the engine: here nothing is
@@ -704,7 +682,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             )
         first, positions = state.z, self.plan.optimize.of(state).position
         if state.i.ndim:
-            first = jax.tree.map(lambda leaf: leaf[0], first)
+            first = first_of(first)
         unravel = ravel_pytree(first)[1]
         return jax.vmap(self.postprocess_fn(model_args, model_kwargs))(
             jax.vmap(unravel)(jnp.atleast_2d(positions))
@@ -763,10 +741,6 @@ def _announce(call: str, before: np.ndarray, after: np.ndarray) -> None:
             "stays where it is, or its draws are NaN: run a new `MCMC` on these data.",
             stacklevel=2,
         )
-
-
-def _first_chain(values: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[0], values)
 
 
 def _with_seeds(state: SGMCMCState) -> SGMCMCState:

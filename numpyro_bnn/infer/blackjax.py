@@ -46,19 +46,13 @@ from numpyro_bnn.infer.model_arguments import (
     MAX_CONSTANT_BYTES,
     DataVersion,
     ModelArguments,
+    Start,
+    first_of,
     over_chains,
 )
 from numpyro_bnn.infer.phases import listed
-from numpyro_bnn.infer.target import (
-    Target,
-    TargetKernel,
-    bind,
-    check_start,
-    given_values,
-    stream_of,
-)
+from numpyro_bnn.infer.target import Target, TargetKernel, bind, given_values, stream_of
 from numpyro_bnn.program.compiled import run
-from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import refuse_random
 from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
 from numpyro_bnn.sgmcmc.streams import seeds
@@ -349,36 +343,25 @@ class BlackJAX(TargetKernel[_Plan]):
         counts = self._gradients_with(self.options) is not None
         return (*fields, "num_gradients") if counts else fields
 
-    def begin(
-        self,
-        rng_key: Array,
-        num_warmup: int,
-        init_params: PyTree,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-        posterior: Posterior | None = None,
-    ) -> BlackJAXState:
-        args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
-        single = is_prng_key(rng_key)
-        num_chains = 1 if single else rng_key.shape[0]
-        self._check_warm_up(num_warmup, num_chains, kwargs)
-        chain_key, init_key = split(rng_key)
-        target, z = self._bound(init_key, init_params, args, kwargs, posterior)
-        one_chain = z if single else jax.tree.map(lambda leaf: leaf[0], z)
+    def _begin(self, start: Start) -> BlackJAXState:
+        num_warmup, single = start.num_warmup, start.single
+        num_chains = 1 if single else start.rng_key.shape[0]
+        self._check_warm_up(num_warmup, num_chains, start.kwargs)
+        chain_key, init_key = split(start.rng_key)
+        target, z = self._bound(start._replace(rng_key=init_key))
+        one_chain = z if single else first_of(z)
         size = ravel_pytree(one_chain)[0].size
         self._check_size(size)
         plan = _Plan(target, num_warmup, {})
 
-        def start(
-            values: tuple[PyTree, PyTree], args: tuple, kwargs: Kwargs
-        ) -> BlackJAXState:
+        def started(values: PyTree, args: tuple, kwargs: Kwargs) -> BlackJAXState:
             log_density = LogDensity(target, args, kwargs)
             begin = partial(self._start, plan, log_density)
             if single or self._pools:
                 return begin(*values)
             return jax.vmap(begin)(*values)
 
-        state = run(start, (z, chain_key), args, kwargs)
+        state = run(started, (z, chain_key), start.args, start.kwargs)
         self._plan, self._sample_fn = plan, self.sample
         return state
 
@@ -430,26 +413,16 @@ class BlackJAX(TargetKernel[_Plan]):
     def _pools(self) -> bool:
         return self._warm_up is not None and self._warm_up.min_chains > 1
 
-    def _bound(
-        self,
-        rng_key: Array,
-        init_params: PyTree,
-        args: tuple,
-        kwargs: Kwargs,
-        posterior: Posterior | None,
-    ) -> tuple[Target, dict[str, Array]]:
+    def _bound(self, start: Start) -> tuple[Target, dict[str, Array]]:
         """The model bound to its arguments, and where its chains start."""
         temperature = self.options.get("temperature", 1.0) if self._stochastic else 1.0
-        settings = self._model, rng_key, self.init_strategy, args, kwargs
-        target, z = bind(CALL, *settings, temperature, posterior=posterior)
+        target, z = bind(CALL, self._model, start, self.init_strategy, temperature)
         if not self._stochastic:
             refuse_random(CALL, "model", target.stochastic)
-        if init_params is not None:
-            z = given_values(CALL, target, z, init_params, args, kwargs)
-            single = is_prng_key(rng_key)
-            check_start(CALL, target, single, args, kwargs, "init_params", z)
+        if start.init_params is not None:
+            z = given_values(CALL, target, z, start)
         if not (target.subsampled and self._stochastic):
-            refuse_rows(CALL, BY_BATCHES, args, kwargs)
+            refuse_rows(CALL, BY_BATCHES, start.args, start.kwargs)
         return target, z
 
     def _start(
@@ -564,12 +537,12 @@ class BlackJAX(TargetKernel[_Plan]):
             _arrays(parameters),
             state.tuned,
         )
-        found = {"z": _position(chain), "chain": chain, "tuned": tuned}
-        before = {name: getattr(state, name) for name in found}
-        found = jax.tree.map(_in_dtype, found, before)
+        changed = {"z": _position(chain), "chain": chain, "tuned": tuned}
+        before = {name: getattr(state, name) for name in changed}
+        changed = jax.tree.map(_in_dtype, changed, before)
         spent = jnp.asarray(num_gradients, jnp.int32)
         return state._replace(
-            **found, num_gradients=state.num_gradients + spent, rng_key=rng_key
+            **changed, num_gradients=state.num_gradients + spent, rng_key=rng_key
         )
 
     def _transition(

@@ -129,10 +129,12 @@ class Spread(NamedTuple):
         """Variances (P,), shrunk towards their geometric mean with the weight of five
         draws.
         """
-        found = self.squares / jnp.maximum(self.total - 1, 1)
-        tiny = jnp.finfo(found.dtype).tiny
-        center = jnp.exp(jnp.mean(jnp.log(jnp.maximum(found, tiny))))
-        return jnp.maximum((self.total * found + 5 * center) / (self.total + 5), tiny)
+        variances = self.squares / jnp.maximum(self.total - 1, 1)
+        tiny = jnp.finfo(variances.dtype).tiny
+        center = jnp.exp(jnp.mean(jnp.log(jnp.maximum(variances, tiny))))
+        return jnp.maximum(
+            (self.total * variances + 5 * center) / (self.total + 5), tiny
+        )
 
 
 def autocorrelation_time(record: Array) -> Array:
@@ -224,8 +226,8 @@ class AdaptEnergy(Phase):
         is_last = i >= stages.late
         limit = COUNTED**2 * target
         counted = jnp.where(is_last, jnp.maximum(limit, self.most), limit)
-        seen = (1 - refused) * jnp.minimum(energy, counted) + refused * limit
-        energies = self._added(self.of(state), seen, is_last)
+        clipped = (1 - refused) * jnp.minimum(energy, counted) + refused * limit
+        energies = self._added(self.of(state), clipped, is_last)
         error = jnp.where(i == stages.end - 1, energies.largest / energies.age, 0.0)
         expected = energies.mean + STANDARD_ERRORS * error
         factor = jnp.clip(
@@ -238,8 +240,8 @@ class AdaptEnergy(Phase):
         factor = jnp.where(state.diverging, 1.0, factor)
         energies = energies.scaled(factor)
         # With another preconditioner or length the mean begins again.
-        fresh = jax.tree.map(jnp.zeros_like, energies)
-        energies = select(stages.rescales(i), fresh, energies)
+        zeros = jax.tree.map(jnp.zeros_like, energies)
+        energies = select(stages.rescales(i), zeros, energies)
         step_size = (state.base_step_size * factor).astype(state.base_step_size.dtype)
         state = state._replace(base_step_size=step_size)
         return state.with_phase(self, energies)
@@ -338,11 +340,11 @@ class LearnScales(Phase):
         draws are correlated.
         """
         time = autocorrelation_time(self.of(state).positions) * self.stages.stride
-        found = DECOHERENCE * time * self.steps_per_draw * state.base_step_size
+        relaxed = DECOHERENCE * time * self.steps_per_draw * state.base_step_size
         # Nearly independent draws do not show how much closer together they could be.
         length = state.engine.memory.length
         return _with_length(
-            state, jnp.where(time > 2, found, length).astype(length.dtype)
+            state, jnp.where(time > 2, relaxed, length).astype(length.dtype)
         )
 
 

@@ -16,8 +16,8 @@ from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import (
     affine_normal,
     is_affine_normal,
-    unmasked_elements,
     unwrapped,
+    weights,
 )
 from numpyro_bnn._jaxprs.slices import dependence
 from numpyro_bnn._types import Arrays, Shape, Site
@@ -234,17 +234,6 @@ def _errors(
         tolerated = TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
         errors.append((linear.mean(u) - (start + jacobian @ u), tolerated))
     return errors
-
-
-def weights(site: Site) -> Array:
-    """The factor by which scales and masks multiply the log density of every element of
-    a site.
-    """
-    fn = site["fn"]
-    scale = jnp.broadcast_to(
-        1.0 if site["scale"] is None else site["scale"], fn.batch_shape
-    )
-    return scale.reshape(fn.batch_shape + (1,) * fn.event_dim) * unmasked_elements(fn)
 
 
 def loc_and_sd(site: Site) -> tuple[Array, Array]:

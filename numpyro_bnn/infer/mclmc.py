@@ -125,9 +125,9 @@ class MCLMC(SGMCMCKernel):
     @property
     def energy_targets(self) -> tuple[float, float]:
         """First and last target of the energy variance of a step, per parameter."""
-        given = self.energy_variance
-        if given is not None:
-            return given if isinstance(given, tuple) else (given, given)
+        variance = self.energy_variance
+        if variance is not None:
+            return variance if isinstance(variance, tuple) else (variance, variance)
         tolerated = self.bias_tolerance
         last = 4 * tolerated**3 / (1 + tolerated) ** 2
         return EARLY * last, last

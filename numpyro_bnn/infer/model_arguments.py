@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,11 @@ def over_chains(fn: Callable, state: PyTree, *arguments: PyTree) -> PyTree:
     if not is_prng_key(state.rng_key):
         fn = jax.vmap(fn)
     return fn(state, *arguments)
+
+
+def first_of(values: PyTree) -> PyTree:
+    """Values of the first of several chains, or replicas."""
+    return jax.tree.map(lambda leaf: leaf[0], values)
 
 
 def one_thread(method: M) -> M:
@@ -205,6 +210,27 @@ class ModelArguments:
         return jax.tree.map(read, (args, dict(kwargs or {})), is_leaf=is_table)
 
 
+class Start(NamedTuple):
+    """What chains start from.
+
+    :param rng_key: of one chain, or a batch of them for vectorized chains.
+    :param posterior: what a kernel around this one has read of the model, on a
+        minibatch if there are any.
+    """
+
+    rng_key: Array
+    num_warmup: int
+    init_params: PyTree
+    args: tuple
+    kwargs: Kwargs
+    posterior: Posterior | None = None
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one chain."""
+        return is_prng_key(self.rng_key)
+
+
 class ModelKernel(MCMCKernel):
     """A kernel of a model, which remembers its arguments, and what it has read."""
 
@@ -220,21 +246,17 @@ class ModelKernel(MCMCKernel):
         model_args: tuple = (),
         model_kwargs: Kwargs | None = None,
     ) -> PyTree:
-        return self.begin(rng_key, num_warmup, init_params, model_args, model_kwargs)
+        call = model_args, model_kwargs or {}
+        return self.begin(Start(rng_key, num_warmup, init_params, *call))
+
+    def begin(self, start: Start) -> PyTree:
+        """:meth:`init`, also by a kernel around this one."""
+        args, kwargs = self._arguments.at_start(start.rng_key, start.args, start.kwargs)
+        return self._begin(start._replace(args=args, kwargs=kwargs))
 
     @abstractmethod
-    def begin(
-        self,
-        rng_key: Array,
-        num_warmup: int,
-        init_params: PyTree,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-        posterior: Posterior | None = None,
-    ) -> PyTree:
-        """:meth:`init`; a kernel around this one passes what it has read of the model,
-        on a minibatch if there are any.
-        """
+    def _begin(self, start: Start) -> PyTree:
+        """The first states; the arguments of the model are arrays."""
 
     def sample(
         self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None

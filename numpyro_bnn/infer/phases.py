@@ -314,9 +314,9 @@ class Rescue(Phase):
         engine = sampler.restart(engine, origin.position, adaptation)
         for phase in (*self.learning, *self.adapting):
             if phase.name in state.phases:
-                fresh = phase.start(engine, base)
-                known = origin.learned.get(phase.name, fresh)
-                state = state.with_phase(phase, select(arrived, known, fresh))
+                start = phase.start(engine, base)
+                learned = origin.learned.get(phase.name, start)
+                state = state.with_phase(phase, select(arrived, learned, start))
         return state._replace(
             engine=engine,
             shrinkage=shrinkage,

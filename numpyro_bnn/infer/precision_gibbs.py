@@ -15,13 +15,13 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.util import identity, is_prng_key
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._distributions import unwrapped, weights
 from numpyro_bnn._keys import split
 from numpyro_bnn._options import Model, checked
 from numpyro_bnn._types import Arrays, Kwargs, PyTree, Scalar, Sites
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
-from numpyro_bnn.infer.linear_structure import flat_normal, weights
-from numpyro_bnn.infer.model_arguments import DataVersion, ModelKernel
+from numpyro_bnn.infer.linear_structure import flat_normal
+from numpyro_bnn.infer.model_arguments import DataVersion, ModelKernel, Start
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -130,19 +130,9 @@ class PrecisionGibbs(ModelKernel):
             name for name, site in conditionals.items() if not isinstance(site, str)
         )
 
-    def begin(
-        self,
-        rng_key: Array,
-        num_warmup: int,
-        init_params: Arrays | None,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-        posterior: Posterior | None = None,
-    ) -> PrecisionGibbsState:
-        arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
-        model_args, model_kwargs = arguments
-        conditioned, kwargs = held_values(model_kwargs)
-        reading = Posterior(self._model, model_args, kwargs)
+    def _begin(self, start: Start) -> PrecisionGibbsState:
+        conditioned, kwargs = held_values(start.kwargs)
+        reading = Posterior(self._model, start.args, kwargs)
         conditionals = read(reading, conditioned, PRIORS)
         plan = []
         for name, site in conditionals.items():
@@ -157,18 +147,18 @@ class PrecisionGibbs(ModelKernel):
             plan.append(site)
         self._plan = tuple(plan)
         self._program = reading.without_data()
-        keys = split(rng_key)
+        keys = split(start.rng_key)
 
-        def start(reading: Posterior, key: Array, conditioned: Arrays) -> Arrays:
+        def drawn_from(reading: Posterior, key: Array, conditioned: Arrays) -> Arrays:
             def start_chain(key: Array) -> Arrays:
                 sites = reading.at(conditioned, key, conditionals).items()
                 return {name: jnp.asarray(site["value"]) for name, site in sites}
 
             return start_chain(key) if is_prng_key(key) else jax.vmap(start_chain)(key)
 
-        drawn, z = reading.run(start, keys[0], conditioned), {}
+        drawn, z = reading.run(drawn_from, keys[0], conditioned), {}
         for name in conditionals:
-            value = (init_params or {}).get(name, drawn[name])
+            value = (start.init_params or {}).get(name, drawn[name])
             z[name] = jnp.asarray(value, drawn[name].dtype)
         self._sample_fn = self._transition
         return PrecisionGibbsState(z, keys[1], self._arguments.version)

@@ -148,18 +148,18 @@ class LearnPreconditioner(Phase):
         moment, sampler = self.of(state), now.sampler(state)
         counters = -2 - now.i * self.count - lax.iota(jnp.int32, self.count)
         gradients = gradients_on(sampler, state.engine, counters)
-        fresh = gradients.T @ gradients if self.dense else jnp.sum(gradients**2, axis=0)
-        weight = jnp.minimum(1.0, RECENT / (now.i - self.begin + 1)).astype(fresh.dtype)
+        added = gradients.T @ gradients if self.dense else jnp.sum(gradients**2, axis=0)
+        weight = jnp.minimum(1.0, RECENT / (now.i - self.begin + 1)).astype(added.dtype)
         weight = jnp.where(moment.worth > 0, weight, 1.0)
         old = jnp.where(
             moment.worth > 0, (1 - weight) ** 2 / jnp.maximum(moment.worth, 1), 0.0
         )
         mean = (
-            (1 - weight) * moment.mean + weight / self.count * fresh
+            (1 - weight) * moment.mean + weight / self.count * added
         )  # a difference would lose small directions
         new = SecondMoment(mean, 1 / (old + weight**2 / self.count))
-        known = jnp.all(jnp.isfinite(fresh))
-        state = state.with_phase(self, select(known, new, moment))
+        finite = jnp.all(jnp.isfinite(added))
+        state = state.with_phase(self, select(finite, new, moment))
         return state.spend(self.count * sampler.gradient.evaluations)
 
     def averaged(self, state: SGMCMCState, here: Noise) -> Noise:
@@ -172,8 +172,8 @@ class LearnPreconditioner(Phase):
         if not self.dense:
             return here
         moment = self.of(state)
-        rest = 1 - moment.mean.shape[0] / jnp.maximum(moment.worth, 1)
-        largest = jnp.where(rest > 0.5, 1 / rest, jnp.inf).astype(here.largest.dtype)
+        share = 1 - moment.mean.shape[0] / jnp.maximum(moment.worth, 1)
+        largest = jnp.where(share > 0.5, 1 / share, jnp.inf).astype(here.largest.dtype)
         return here._replace(
             largest=jnp.minimum(here.largest, largest), mean=jnp.minimum(here.mean, 1.0)
         )

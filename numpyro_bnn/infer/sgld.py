@@ -164,6 +164,6 @@ class CyclicalSGLD(SGLD):
         return sampler.run(engine, self.steps_per_draw)
 
     def steps_of(self, transitions: int) -> int:
-        cycles, rest = divmod(transitions, self.draws_per_cycle)
-        steps = cycles * self.cycle_length + rest * self.steps_per_draw
-        return steps + (self.explore_steps if rest else 0)
+        cycles, remainder = divmod(transitions, self.draws_per_cycle)
+        steps = cycles * self.cycle_length + remainder * self.steps_per_draw
+        return steps + (self.explore_steps if remainder else 0)

@@ -18,14 +18,18 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro_bnn._checks import argument_error, check_finite, check_finite_arguments
 from numpyro_bnn._options import Kind
 from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Sites, Trees
-from numpyro_bnn.infer.model_arguments import ModelKernel
+from numpyro_bnn.infer.model_arguments import ModelKernel, Start
 from numpyro_bnn.infer.model_checks import KEY, RowSubset, check_indices, first_batch
 from numpyro_bnn.program.batches import feeds_in
 from numpyro_bnn.program.compiled import is_traced, run
-from numpyro_bnn.program.gathers import warn_of_slow_gathers
 from numpyro_bnn.program.plates import PARAMETERS, Plate, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
-from numpyro_bnn.program.row_lengths import check_feeds, check_rows, check_state
+from numpyro_bnn.program.row_lengths import (
+    check_feeds,
+    check_rows,
+    check_state,
+    warn_of_slow_gathers,
+)
 from numpyro_bnn.sgmcmc.streams import (
     Epochs,
     FullData,
@@ -176,25 +180,20 @@ class Target:
 def bind(
     call: str,
     model: Callable,
-    rng_key: Array,
+    start: Start,
     init_strategy: Callable,
-    args: tuple,
-    kwargs: Kwargs | None,
     temperature: float = 1.0,
     learn: Callable[[Posterior], Posterior] | None = None,
-    posterior: Posterior | None = None,
     search: bool = True,
 ) -> tuple[Target, dict[str, Array]]:
     """Read a model, refuse what would be silently wrong, and find initial unconstrained
     values.
 
     :param call: name of the kernel, for error messages.
-    :param rng_key: one key, or a batch of them for vectorized chains.
     :param learn: learns the parameters of ``priors.Learned``.
-    :param posterior: what is already known of the model.
     :param search: as for :meth:`Posterior.initial`.
     """
-    kwargs = dict(kwargs or {})
+    args, kwargs, posterior = start.args, start.kwargs, start.posterior
     if posterior is None:
         posterior = on_minibatch(call, model, args, kwargs)
     reading = _with_parameters(call, posterior, args, kwargs, learn)
@@ -218,7 +217,7 @@ def bind(
         instead = "Give every site the same name in each call."
         raise argument_error(call, "model", got, instead)
     try:
-        z = reading.initial(rng_key, init_strategy, search)
+        z = reading.initial(start.rng_key, init_strategy, search)
     except (RuntimeError, UserWarning):  # NumPyro warns before it gives up
         check_finite_arguments(call, args, kwargs)
         raise
@@ -323,18 +322,14 @@ def _rows(traced: Sites, plates: Mapping[str, Plate]) -> dict[str, int]:
 
 
 def given_values(
-    call: str,
-    target: Target,
-    z: PyTree,
-    user_values: PyTree,
-    args: tuple,
-    kwargs: Kwargs | None,
+    call: str, target: Target, z: PyTree, start: Start
 ) -> dict[str, Array]:
     """Take initial values that a user gives instead of ``z``; refuse other sites or
-    shapes.
+    shapes, and values without a density.
     """
-    if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
-        user_values = target.on(args, kwargs).unconstrain(user_values)
+    user_values = start.init_params
+    if GIBBS_SITES_KWARG in start.kwargs:  # `Gibbs` passes constrained values
+        user_values = target.on(start.args, start.kwargs).unconstrain(user_values)
     Kind(Mapping, "Pass a dictionary of unconstrained values by site.").check(
         call, "init_params", user_values
     )
@@ -345,17 +340,17 @@ def given_values(
         raise argument_error(call, "init_params", f"shapes {shapes}", instead)
     for name, value in user_values.items():
         check_finite(call, f"init_params[{name!r}]", value)
-    return {name: jnp.asarray(user_values[name], z[name].dtype) for name in z}
+    z = {name: jnp.asarray(user_values[name], z[name].dtype) for name in z}
+    check_start(call, "init_params", target, z, start)
+    return z
 
 
 def check_start(
     call: str,
-    target: Target,
-    single: bool,
-    args: tuple,
-    kwargs: Kwargs | None,
     argument: str,
+    target: Target,
     z: PyTree,
+    start: Start,
 ) -> None:
     """Refuse to start where the density, of the first minibatch if there are any, is 0
     or has no value.
@@ -365,9 +360,10 @@ def check_start(
 
     def potentials(z: PyTree, args: tuple, kwargs: Kwargs) -> Array:
         potential = target.potential(args, kwargs, target.some_batch() or "full")
-        return potential(z)[None] if single else jax.vmap(potential)(z)
+        return potential(z)[None] if start.single else jax.vmap(potential)(z)
 
-    energies = np.asarray(run(potentials, z, args, kwargs or {}, runs_rarely=True))
+    values = run(potentials, z, start.args, start.kwargs, runs_rarely=True)
+    energies = np.asarray(values)
     for chain in np.flatnonzero(~np.isfinite(energies)):
         got = f"a start of chain {chain} where the log density is {-energies[chain]}"
         instead = "Start where it is finite, within the bounds of the likelihood."

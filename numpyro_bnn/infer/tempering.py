@@ -17,7 +17,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Count, Level, checked
 from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Scalar, Site, Trees
-from numpyro_bnn.infer.model_arguments import DataVersion, one_thread
+from numpyro_bnn.infer.model_arguments import DataVersion, Start, first_of, one_thread
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.wrapper import (
     OuterKernel,
@@ -148,19 +148,10 @@ class ParallelTempering(OuterKernel):
     def default_fields(self) -> tuple[str, ...]:
         return ("z", "swap_accept_prob", "diverging")
 
-    def begin(
-        self,
-        rng_key: Array,
-        num_warmup: int,
-        init_params: PyTree,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-        posterior: Posterior | None = None,
-    ) -> TemperingState:
-        arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
-        model_args, model_kwargs = arguments
+    def _begin(self, start: Start) -> TemperingState:
+        args, kwargs, posterior = start.args, start.kwargs, start.posterior
         if posterior is None:
-            posterior = Posterior(self.model, model_args, model_kwargs, full=False)
+            posterior = Posterior(self.model, args, kwargs, full=False)
         refuse_random("infer.ParallelTempering", "kernel", posterior.stochastic)
         if plates := posterior.plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
@@ -169,14 +160,12 @@ class ParallelTempering(OuterKernel):
                 "`subsample_size` (`batch_size`)."
             )
             raise argument_error("infer.ParallelTempering", "kernel", came, instead)
-        self._num_warmup = num_warmup
+        self._num_warmup = start.num_warmup
         self._program = posterior.with_all_rows().without_data()
         self._sample_fn = self._transition
-        start = partial(self._start, args=model_args, kwargs=model_kwargs)
-        if is_prng_key(rng_key):
-            return start(rng_key, init_params)
-        params_axis = None if init_params is None else 0
-        return jax.vmap(start, in_axes=(0, params_axis))(rng_key, init_params)
+        started = partial(self._start, args=args, kwargs=kwargs)
+        values = start.rng_key, start.init_params
+        return started(*values) if start.single else jax.vmap(started)(*values)
 
     def _start(
         self,
@@ -198,7 +187,7 @@ class ParallelTempering(OuterKernel):
 
         base = jax.vmap(start_replica)(jnp.stack(keys))
         state = TemperingState(
-            z=_first(getattr(base, self._inner.sample_field)),
+            z=first_of(getattr(base, self._inner.sample_field)),
             base=base,
             inverse_temperatures=self._lowest ** jnp.linspace(0.0, 1.0, size),
             swap_accept_prob=jnp.ones(size - 1),
@@ -236,7 +225,7 @@ class ParallelTempering(OuterKernel):
         been = state.walk[source]
         round_trips = state.round_trips + been[0].astype(jnp.int32)
         state = state._replace(
-            z=_first(positions),
+            z=first_of(positions),
             base=jax.vmap(partial(with_values, self._inner))(base, positions),
             swap_accept_prob=accept_prob,
             diverging=diverging,
@@ -378,11 +367,6 @@ class _scaled(Messenger):
             msg["scale"] = (
                 self.beta if msg.get("scale") is None else msg["scale"] * self.beta
             )
-
-
-def _first(positions: PyTree) -> PyTree:
-    """Values of the first replica."""
-    return jax.tree.map(lambda leaf: leaf[0], positions)
 
 
 def _at(beta: Scalar, kwargs: Kwargs | None) -> Trees:

@@ -23,6 +23,7 @@ from numpyro_bnn._options import (
     check_fields,
 )
 from numpyro_bnn._types import Arrays, Kwargs, Optimizer, PyTree, Scalar
+from numpyro_bnn.infer.model_arguments import Start
 from numpyro_bnn.infer.model_checks import KEY, RowSubset
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition
 from numpyro_bnn.infer.target import Target, bind, stream_of
@@ -327,7 +328,8 @@ def learned_parameters(
             f"`jit`"
         )
         raise argument_error(call, "model", came, instead)
-    target, z = bind(call, reading.model, random.key(0), init_strategy, args, kwargs)
+    begin = Start(random.key(0), num_warmup, None, args, kwargs)
+    target, z = bind(call, reading.model, begin, init_strategy)
     stream, starts = (
         stream_of(target, "with_replacement"),
         reading.draw([0], PARAMETERS)[0],
@@ -346,23 +348,25 @@ def learned_parameters(
 
         def descend(i: Array, descent: Descent) -> Descent:
             batch = stream.draw(seed, i)
-            found = jax.value_and_grad(potential)(descent.position, batch)
+            energy_and_slope = jax.value_and_grad(potential)(descent.position, batch)
             return descent.step(
-                optimizer, *found, rate=jnp.minimum(1.0, 2.0 - 2.0 * i / num_steps)
+                optimizer,
+                *energy_and_slope,
+                rate=jnp.minimum(1.0, 2.0 - 2.0 * i / num_steps),
             )
 
         return lax.fori_loop(
             0, num_steps + 1, descend, Descent.start(given, optimizer.init(given))
         ).known[0]
 
-    found = run(
+    learned = run(
         optimized, ({name: starts[name] for name in reading.learned}, z), args, kwargs
     )
-    if not all(bool(jnp.isfinite(value).all()) for value in found.values()):
+    if not all(bool(jnp.isfinite(value).all()) for value in learned.values()):
         raise argument_error(
             call, "model", "learned parameters that become infinite or NaN", instead
         )
-    return found
+    return learned
 
 
 def held_out_rows(size: int, share: float) -> tuple[Array, Array]:

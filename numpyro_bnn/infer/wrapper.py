@@ -21,12 +21,16 @@ from numpyro.infer.gibbs import (
 from numpyro.infer.hmc import HMC
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.util import unconstrain_fn
-from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
 from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Shape, Trees
-from numpyro_bnn.infer.model_arguments import ModelKernel, one_thread, over_chains
+from numpyro_bnn.infer.model_arguments import (
+    ModelKernel,
+    Start,
+    one_thread,
+    over_chains,
+)
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
 from numpyro_bnn.program.compiled import is_traced
@@ -130,51 +134,35 @@ class Wrapper(OuterKernel):
     def sample_field(self) -> str:
         return self._kernel.sample_field
 
-    def begin(
-        self,
-        rng_key: Array,
-        num_warmup: int,
-        init_params: PyTree,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-        posterior: Posterior | None = None,
-    ) -> PyTree:
-        arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
-        model_args, model_kwargs = arguments
+    def _begin(self, start: Start) -> PyTree:
         # Parallel chains start inside a compiled program; the plan must not keep its
         # tracers.
         with jax.core.eval_context():
-            posterior = self._plan_moves(
-                num_warmup, model_args, model_kwargs, posterior
-            )
-        self._num_warmup = num_warmup
-        base_key, own_key = split(rng_key)
-        in_gibbs = GIBBS_SITES_KWARG in model_kwargs
-        if init_params is not None and in_gibbs and isinstance(self._kernel, HMC):
+            posterior = self._plan_moves(start)
+        self._num_warmup = start.num_warmup
+        base_key, own_key = split(start.rng_key)
+        args, kwargs, inner = start.args, start.kwargs, self._kernel
+        in_gibbs = start.init_params is not None and GIBBS_SITES_KWARG in kwargs
+        if in_gibbs and isinstance(inner, HMC):
             # Gibbs passes constrained values to kernels it does not recognize.
-            init_params = unconstrain_fn(
-                full_plates(self.model), model_args, model_kwargs, init_params
+            values = unconstrain_fn(
+                full_plates(self.model), args, kwargs, start.init_params
             )
-        start = base_key, num_warmup, init_params, model_args, model_kwargs
-        inner, shared = self._kernel, ModelKernel.init
+            start = start._replace(init_params=values)
+        of_base = start._replace(rng_key=base_key, posterior=posterior)
         # a class with an `init` of its own is started by that
-        if isinstance(inner, ModelKernel) and type(inner).init is shared:
-            base = inner.begin(*start, posterior)
+        if isinstance(inner, ModelKernel) and type(inner).init is ModelKernel.init:
+            base = inner.begin(of_base)
         else:
-            base = self._kernel.init(*start)
+            base = inner.init(*of_base[:-1])
         self._sample_fn = self._transition
-        batch_shape = () if is_prng_key(rng_key) else rng_key.shape[:1]
+        batch_shape = () if start.single else start.rng_key.shape[:1]
         state = self._start(base, batch_shape, own_key)
         return state._replace(data=self._arguments.version)
 
-    def _plan_moves(
-        self,
-        num_warmup: int,
-        args: tuple,
-        kwargs: Kwargs,
-        posterior: Posterior | None,
-    ) -> Posterior:
+    def _plan_moves(self, start: Start) -> Posterior:
         """Read the model, and plan moves on all its data."""
+        args, kwargs, posterior = start.args, start.kwargs, start.posterior
         conditioned, model_kwargs = held_values(kwargs)
         if is_traced((args, model_kwargs)):
             got = "arrays that are traced by a transformation"
@@ -189,7 +177,7 @@ class Wrapper(OuterKernel):
             values = {name: drawn[name] for name in conditioned}
             kwargs = {**model_kwargs, GIBBS_SITES_KWARG: values}
         if posterior is None:  # the moves read the model that the kernel samples
-            posterior = self.learn(num_warmup, args, kwargs)
+            posterior = self.learn(start.num_warmup, args, kwargs)
         reading = posterior.with_arguments(args, kwargs).with_all_rows()
         check_state(self._call, "kernel", reading)
         if isinstance(self._kernel, HMC):

@@ -198,7 +198,11 @@ def kernel(
         x1 = np.asarray(x1, dtype)
         return _in_blocks(lambda rows: partial(block, rows), x1, x2, block_size)
     x1 = jnp.asarray(x1, dtype)
-    return _mirrored(block(x1, x1)) if x2 is None else block(x1, jnp.asarray(x2, dtype))
+    if x2 is not None:
+        return block(x1, jnp.asarray(x2, dtype))
+    # Exactly symmetric; inside ``_block`` the compiler would compute it twice.
+    kernel = block(x1, x1)
+    return (kernel + kernel.T) / 2
 
 
 def _prior_moments(
@@ -233,13 +237,6 @@ def _block(
         )
         raise argument_error("infinite", "net", came, instead)
     return out.k.ntk if tangent else out.k.nngp
-
-
-def _mirrored(k: Array) -> Array:
-    """Make exactly symmetric; not inside ``_block``, where the compiler would compute
-    the kernel twice.
-    """
-    return (k + k.T) / 2
 
 
 def _in_blocks(

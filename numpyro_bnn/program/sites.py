@@ -99,6 +99,15 @@ def check_name(site: Site) -> None:
         raise argument_error(f"numpyro.{kind}", "name", repr(name), instead)
 
 
+def safe(name: str) -> str:
+    """The name of a site in a file or a DataTree: ``/`` becomes a dot.
+
+    >>> safe("net/Dense_0.kernel")
+    'net.Dense_0.kernel'
+    """
+    return name.replace("/", ".")
+
+
 def check_real(site: Site) -> None:
     """Refuse distributions of complex numbers, which have no density to sample."""
     if site["type"] != "sample":

@@ -44,9 +44,8 @@ from numpyro_bnn.results.fit import (
     map_draws,
     members_of,
 )
-from numpyro_bnn.results.folder import from_folder
-from numpyro_bnn.results.processes import process_attrs, process_groups
 from numpyro_bnn.results.replay import Replay
+from numpyro_bnn.results.sources import from_folder, process_attrs, process_groups
 from numpyro_bnn.runs import Run
 
 

@@ -16,10 +16,10 @@ from numpyro_bnn._types import HostArrays, PyTree, Trees
 from numpyro_bnn.metrics._inputs import spread
 from numpyro_bnn.metrics._result import DRAWS, ROWS, Result, losses_by_site
 from numpyro_bnn.program.arguments import Arguments
-from numpyro_bnn.program.sites import Sites
+from numpyro_bnn.program.sites import Sites, safe
 from numpyro_bnn.results.arguments import for_prediction
 from numpyro_bnn.results.fit import CALL, DRAW_NEW_SITES, Draws, Fit, zero_draws
-from numpyro_bnn.results.layout import SAMPLE_DIMS, Layout, safe
+from numpyro_bnn.results.layout import SAMPLE_DIMS, Layout
 from numpyro_bnn.results.replay import (
     Evaluate,
     Groups,

@@ -12,7 +12,7 @@ from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._distributions import is_factor, unwrapped
 from numpyro_bnn._types import HostArrays, PyTree, Trees
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.sites import Site, Sites
+from numpyro_bnn.program.sites import Site, Sites, safe
 from numpyro_bnn.results.fit import CALL
 from numpyro_bnn.results.replay import Groups, Replay
 
@@ -314,15 +314,6 @@ def _unmasked(site: Site, log_likelihood: np.ndarray) -> np.ndarray:
     if is_factor(site["fn"]):
         return counted
     return counted | site["unmasked"].any(axis=tuple(range(-site["fn"].event_dim, 0)))
-
-
-def safe(name: str) -> str:
-    """Variable name that netCDF and DataTree accept: the ``/`` of a site becomes a dot.
-
-    >>> safe("net/Dense_0.kernel")
-    'net.Dense_0.kernel'
-    """
-    return name.replace("/", ".")
 
 
 def parameter_dims(name: str, shape: Sequence[int]) -> tuple[str, ...]:

@@ -13,8 +13,9 @@ from numpyro_bnn._options import Model, RandomKey, Switch, checked
 from numpyro_bnn._types import HostArrays, InferenceData, Trees
 from numpyro_bnn.program.plates import PARAMETERS, check_observations, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.sites import safe
 from numpyro_bnn.results.fit import DRAW_NEW_SITES, Draws, Fit, bind, map_draws
-from numpyro_bnn.results.layout import SAMPLE_DIMS, Layout, safe
+from numpyro_bnn.results.layout import SAMPLE_DIMS, Layout
 from numpyro_bnn.results.replay import (
     ReadModel,
     Replay,

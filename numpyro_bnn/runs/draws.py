@@ -14,6 +14,7 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._types import HostArrays, PyTree, Shape, Sites
+from numpyro_bnn.program.sites import safe
 from numpyro_bnn.runs.folder import DAMAGE, RESTORE, FolderPath, digest, import_extra
 
 SITES, STATISTICS = "posterior", "sample_stats"
@@ -229,7 +230,7 @@ def check_names(call: str, groups: Groups) -> None:
     for values in groups.values():
         owners = {"chain": "an axis of the draws", "draw": "an axis of the draws"}
         for name in values:
-            if stored(name) == "zarr.json" or stored(name).startswith("__"):
+            if safe(name) == "zarr.json" or safe(name).startswith("__"):
                 got = f"a model with a site {name!r}, which names no file"
                 raise argument_error(
                     call,
@@ -237,19 +238,14 @@ def check_names(call: str, groups: Groups) -> None:
                     got,
                     "Rename the site in the model, or leave it out by `sites=`.",
                 )
-            owner = owners.setdefault(stored(name), name)
+            owner = owners.setdefault(safe(name), name)
             if owner != name:
                 got = (
-                    f"a model with {name!r}, which is stored as {stored(name)!r} like "
+                    f"a model with {name!r}, which is stored as {safe(name)!r} like "
                     f"{owner!r}"
                 )
                 instead = "Rename the site in the model, or leave it out by `sites=`."
                 raise argument_error(call, "mcmc", got, instead)
-
-
-def stored(name: str) -> str:
-    """The name of the array of a site."""
-    return name.replace("/", ".")
 
 
 def _digest(block: Groups) -> bytes:

@@ -21,9 +21,8 @@ from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.batches import Feed, feeds_in
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.rows import rows_in
-from numpyro_bnn.program.sites import Sites
+from numpyro_bnn.program.sites import Sites, safe
 from numpyro_bnn.runs.code import PACKAGES, described_value, options_of
-from numpyro_bnn.runs.draws import stored
 from numpyro_bnn.runs.folder import DENSITY, FolderPath, digest
 
 SEEDS = range(3)  # of prior draws at which the densities of a model are compared
@@ -129,7 +128,7 @@ def functions_of_data(reading: Posterior, args: tuple, kwargs: Kwargs) -> list[s
 
     if rows_in(args, kwargs):  # read by the indices of a plate
         sources = reading.depends(values, on=reading.plates)
-        return [stored(name) for name in names if sources[name]]
+        return [safe(name) for name in names if sources[name]]
     # what a model is without its data may be another program, as after `collapse`
     model = getattr(reading.model, "predictive_model", reading.model)
     if model is not reading.model:
@@ -137,7 +136,7 @@ def functions_of_data(reading: Posterior, args: tuple, kwargs: Kwargs) -> list[s
     arrays = {id(array) for array in Arguments.of(args, kwargs, model).arrays.values()}
     places = {place for place, array in reading.data.items() if id(array) in arrays}
     sources = reading.sources(values)
-    return [stored(name) for name in names if sources[name] & places]
+    return [safe(name) for name in names if sources[name] & places]
 
 
 def described_options(role: str, method: object) -> Attributes:

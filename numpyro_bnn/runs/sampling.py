@@ -23,6 +23,7 @@ from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.program.arguments import Call, as_arrays
 from numpyro_bnn.program.batches import feeds_in, positions, restore
 from numpyro_bnn.program.compiled import refuse_tracers
+from numpyro_bnn.program.sites import safe
 from numpyro_bnn.runs.blocks import Chains, Recording
 from numpyro_bnn.runs.draws import (
     SITES,
@@ -32,7 +33,6 @@ from numpyro_bnn.runs.draws import (
     WrittenBlock,
     blocks_in,
     check_names,
-    stored,
     table,
 )
 from numpyro_bnn.runs.folder import Folder, FolderPath, Saved, digest, import_extra
@@ -113,8 +113,8 @@ class Run:
         stored_values = self._draws.read(group)
         values = {}
         for name in self._names:
-            if stored(name) in stored_values:
-                value = stored_values[stored(name)]
+            if safe(name) in stored_values:
+                value = stored_values[safe(name)]
                 if not group_by_chain:
                     value = value.reshape(-1, *value.shape[2:])
                 values[name] = value
@@ -482,7 +482,7 @@ def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> Sites:
     """Values by the names that they have on disk."""
     on_disk = {}
     for group, values in groups.items():
-        on_disk[group] = {stored(name): value for name, value in values.items()}
+        on_disk[group] = {safe(name): value for name, value in values.items()}
     return on_disk
 
 

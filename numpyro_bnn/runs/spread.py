@@ -57,10 +57,10 @@ class DeviceSpread:
 
     def chains(self, state: PyTree) -> PyTree:
         """States of all chains, each on its devices."""
-        return state if self.mesh is None else jax.tree.map(self._chain, state)
-
-    def _chain(self, leaf: Array) -> Array:
-        return self._placed(leaf, BY_CHAIN if self.by_chain else SAME)
+        if self.mesh is None:
+            return state
+        spec = BY_CHAIN if self.by_chain else SAME
+        return jax.tree.map(lambda leaf: self._placed(leaf, spec), state)
 
     def local(self, shapes: PyTree) -> PyTree:
         """Shapes of what one device has of arrays (C, ...)."""

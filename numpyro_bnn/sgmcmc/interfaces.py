@@ -85,7 +85,14 @@ class StepResult(NamedTuple):
     refused: Array | None = None
 
 
-class Gradient:
+class _Part:
+    """A dataclass whose options are checked."""
+
+    def __post_init__(self) -> None:
+        check_fields(f"sgmcmc.{type(self).__name__}", self)
+
+
+class Gradient(_Part):
     """Estimates the potential and its gradient from a minibatch or from
     all the data.
     """
@@ -94,9 +101,6 @@ class Gradient:
     stream: PyTree
     #: Gradients of the minibatch potential per estimate.
     evaluations: int = 1
-
-    def __post_init__(self) -> None:
-        check_fields(f"sgmcmc.{type(self).__name__}", self)
 
     def init(self, position: Array) -> PyTree:
         """Return the state of the estimator; by default there is none."""
@@ -117,11 +121,8 @@ class Gradient:
         raise NotImplementedError
 
 
-class Preconditioner:
+class Preconditioner(_Part):
     """A symmetric positive definite G = L L', the inverse of a mass matrix."""
-
-    def __post_init__(self) -> None:
-        check_fields(f"sgmcmc.{type(self).__name__}", self)
 
     @property
     def adapts(self) -> bool:
@@ -154,7 +155,7 @@ class Preconditioner:
         raise NotImplementedError
 
 
-class Dynamics:
+class Dynamics(_Part):
     """Moves the position of a chain by one step."""
 
     #: Whether a Metropolis test removes the discretization error.
@@ -164,9 +165,6 @@ class Dynamics:
     cached_fields: tuple[str, ...] = ()
     #: Whether its steps report their energy error.
     reports_energy: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(f"sgmcmc.{type(self).__name__}", self)
 
     @property
     def rows(self) -> int:

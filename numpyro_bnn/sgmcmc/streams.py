@@ -177,17 +177,6 @@ class Stream(Protocol):
         """
 
 
-def _check_sizes(call: str, num_data: int, batch_size: int) -> None:
-    if batch_size > num_data:
-        raise argument_error(
-            call, "batch_size", batch_size, f"Pass at most num_data = {num_data}."
-        )
-    if num_data >= 2**31:
-        raise argument_error(
-            call, "num_data", num_data, "Pass fewer than 2^31 rows: indices are int32."
-        )
-
-
 @dataclass(frozen=True)
 class FullData:
     """The stream of a full-data gradient: no indices."""
@@ -197,7 +186,27 @@ class FullData:
 
 
 @dataclass(frozen=True)
-class WithReplacement:
+class _Minibatches:
+    num_data: PositiveInt
+    batch_size: PositiveInt
+
+    @property
+    def _call(self) -> str:
+        return f"sgmcmc.{type(self).__name__}"
+
+    def __post_init__(self) -> None:
+        check_fields(self._call, self)
+        size = self.num_data
+        if self.batch_size > size:
+            instead = f"Pass at most num_data = {size}."
+            raise argument_error(self._call, "batch_size", self.batch_size, instead)
+        if size >= 2**31:
+            instead = "Pass fewer than 2^31 rows: indices are int32."
+            raise argument_error(self._call, "num_data", size, instead)
+
+
+@dataclass(frozen=True)
+class WithReplacement(_Minibatches):
     """Minibatches with replacement: B independent uniform indices per step.
 
     :param num_data: N.
@@ -212,13 +221,6 @@ class WithReplacement:
     (4,)
     """
 
-    num_data: PositiveInt
-    batch_size: PositiveInt
-
-    def __post_init__(self) -> None:
-        check_fields("sgmcmc.WithReplacement", self)
-        _check_sizes("sgmcmc.WithReplacement", self.num_data, self.batch_size)
-
     def draw(self, words: Array, step: Array) -> Array:
         bits = threefry(
             words, lax.iota(jnp.uint32, self.batch_size), step.astype(jnp.uint32)
@@ -227,7 +229,7 @@ class WithReplacement:
 
 
 @dataclass(frozen=True)
-class Epochs:
+class Epochs(_Minibatches):
     """Minibatches without replacement: each epoch visits every index once, in a new
     pseudo-random order.
 
@@ -250,19 +252,14 @@ class Epochs:
     [0, 1, 2, 3, 4, 5]
     """
 
-    num_data: PositiveInt
-    batch_size: PositiveInt
-
     def __post_init__(self) -> None:
-        call = "sgmcmc.Epochs"
-        check_fields(call, self)
-        _check_sizes(call, self.num_data, self.batch_size)
+        super().__post_init__()
         if math.lcm(self.num_data, self.batch_size) >= 2**32:
             instead = (
                 f"For num_data = {self.num_data} pass a divisor of it, or sample with "
                 f"replacement."
             )
-            raise argument_error(call, "batch_size", self.batch_size, instead)
+            raise argument_error(self._call, "batch_size", self.batch_size, instead)
 
     def draw(self, words: Array, step: Array) -> Array:
         # After `period` blocks the epochs again start at the edge of a block; counting

@@ -100,12 +100,7 @@ def in_gauge(symmetries: Sequence[Symmetry], points: Points) -> Points:
     for s in symmetries:
         if isinstance(s, Shift):
             points = act(s, points, -elements(s.unit_axes, points).mean(1))
-    waiting: list[Multiplicative] = [
-        s for s in symmetries if isinstance(s, Scale | Rescale)
-    ]
-    while waiting:
-        scale, axes = untouched(waiting, _incoming)
-        waiting.remove(scale)
+    for scale, axes in _gauges(symmetries):
         norm = norms(axes, points)
         gauge_norm = np.sqrt(elements(axes, points).shape[1])
         # A unit whose elements are all 0 has no scale.
@@ -114,6 +109,20 @@ def in_gauge(symmetries: Sequence[Symmetry], points: Points) -> Points:
         )
         points = act(scale, points, g)
     return points
+
+
+def _gauges(
+    symmetries: Sequence[Symmetry],
+) -> list[tuple[Multiplicative, tuple[UnitAxis, ...]]]:
+    """The scales in the order of :func:`in_gauge`, and the axes whose norms it sets."""
+    waiting: list[Multiplicative] = [
+        s for s in symmetries if isinstance(s, Scale | Rescale)
+    ]
+    gauges: list[tuple[Multiplicative, tuple[UnitAxis, ...]]] = []
+    while waiting:
+        gauges.append(untouched(waiting, _incoming))
+        waiting.remove(gauges[-1][0])
+    return gauges
 
 
 def _incoming(s: Multiplicative) -> tuple[UnitAxis, ...]:
@@ -180,7 +189,7 @@ def invariants(draws: Trees, symmetries: Sequence[Symmetry]) -> dict[str, np.nda
     summaries = []
     for s in symmetries:
         summary = _invariant(s, points)
-        if summary is not None and _is_fixed(s, symmetries, summary, points):
+        if summary is not None and _is_fixed(s, _gauges(symmetries), points):
             summary = None
         if summary is not None and not permuted.isdisjoint(s.unit_axes):
             summary = -np.sort(-summary, -1)
@@ -243,18 +252,33 @@ def _invariant(s: Symmetry, points: Points) -> np.ndarray | None:
 
 
 def _is_fixed(
-    s: Symmetry, symmetries: Sequence[Symmetry], summary: np.ndarray, points: Points
+    s: Symmetry,
+    gauges: Sequence[tuple[Multiplicative, tuple[UnitAxis, ...]]],
+    points: Points,
 ) -> bool:
-    """Whether the gauge of other groups fixes both sides of a unit: then their
-    summaries say all that is left of its scale.
+    """Whether the gauge fixes the norms of both sides of a unit: then the summaries of
+    other groups say all that is left of its scale.
     """
     if not isinstance(s, Rescale):
         return False
-    others = [t for t in symmetries if isinstance(t, Scale | Rescale) and t is not s]
-    fixed = {axis.site for other in others for axis in _incoming(other)}
-    counts = [elements(axes, points).shape[1] for axes in (s.incoming, s.outgoing)]
-    shared = not fixed.isdisjoint(axis.site for axis in s.outgoing)
-    return shared and np.allclose(summary, prod(counts) ** 0.5, rtol=1e-6)
+    numbers, count = {}, 0  # of all elements
+    for site, value in points.items():
+        numbers[site] = count + np.arange(value[0].size).reshape(value[:1].shape)
+        count += value[0].size
+    for side in (s.incoming, s.outgoing):
+        members = elements(side, numbers)[0]
+        unit, fixed = np.full(count, -1), np.zeros(count, bool)
+        unit[members] = np.arange(members.shape[1])
+        for place, (_, axes) in enumerate(gauges):
+            later_sites = sites_of(later for later, _ in gauges[place + 1 :])
+            if axes_without(axes, later_sites) == tuple(axes):
+                of_gauge = elements(axes, numbers)[0]
+                units = unit[of_gauge]
+                within = (units == units[0]).all(axis=0) & (units[0] >= 0)
+                fixed[of_gauge[:, within]] = True
+        if not fixed[members].all():
+            return False
+    return True
 
 
 def _coordinate(s: Symmetry, points: Points) -> np.ndarray | None:

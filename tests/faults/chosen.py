@@ -63,9 +63,9 @@ infer.collapse.sample, dropped term 3
     draws are corrected without the noise of the data
 infer.linear_blocks._joined, sign 0
     a sum counts as a difference
-infer.linear_fit._slope, dropped term 0
+infer.collapse._slope, dropped term 0
     the slope of the evidence forgets the log determinant
-infer.linear_fit._slope, sign 1
+infer.collapse._slope, sign 1
     the slope of the evidence in the data has the wrong sign
 infer.energy.AdaptEnergy._adapted, inverted ratio 3
     the step size is adapted in the wrong direction
@@ -107,7 +107,7 @@ infinite.rules._shifted, dropped term 1
     gains of LayerNorm are not in the tangent kernel
 moments.closed_forms._rectified, dropped term 1
     the rectifier's variance forgets the squared mean
-moments.elementwise._mul_independent, dropped term 1
+moments.rules._mul_independent, dropped term 1
     a product of two forgets the product of variances
 moments.expectation.moments_of, lost factor 2
     an affine function scales its variance once

@@ -612,3 +612,23 @@ def test_linearity_that_is_measured_needs_data():
                 infer.collapse(measured, ["w"], x, Y), (x, Y), {}, at
             )[0]
         )(X)
+
+
+def test_a_collapsed_model_is_read_once():
+    runs = []
+
+    def model(x, y):
+        runs.append(x)
+        a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(a * w * x, 1.0), obs=y)
+
+    collapsed, number = infer.collapse(model, ["w"], X[:, 0], Y), len(runs)
+    densities = [
+        log_density(collapsed, (X[:, i], Y), {}, {"a": 1.0})[0] for i in (0, 1)
+    ]
+    covariances = [np.outer(X[:, i], X[:, i]) + np.eye(len(Y)) for i in (0, 1)]
+    for density, covariance in zip(densities, covariances, strict=True):
+        exact = scipy.stats.multivariate_normal(np.zeros(len(Y)), covariance).logpdf(Y)
+        assert np.isclose(density, exact + scipy.stats.norm.logpdf(1.0), rtol=1e-5)
+    assert len(runs) == number + 2  # each call runs it, to give its sites to handlers

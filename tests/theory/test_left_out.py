@@ -226,7 +226,7 @@ def test_an_interrupted_comparison_loses_no_fit(monkeypatch):
     def interrupted(*values):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("numpyro_bnn.guides.left_out.behind", interrupted)
+    monkeypatch.setattr("numpyro_bnn.metrics.left_out.behind", interrupted)
     options = {"kind": "counts", "num_epochs": 2, "progress_bar": False}
     for guide in guides.AutoADF(model), guides.AutoLaplace(model, "full"):
         with pytest.warns(UserWarning, match="interrupted before") as caught:

@@ -39,10 +39,14 @@ from numpyro_bnn.guides.adf.problem import (
 )
 from numpyro_bnn.guides.adf.reading import CALL, Data, Values
 from numpyro_bnn.guides.fitting import Keeper
-from numpyro_bnn.guides.left_out import unless_interrupted, warn_if_behind
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import spread
-from numpyro_bnn.metrics.left_out import MAX_ROWS, MIN_ROWS
+from numpyro_bnn.metrics.left_out import (
+    MAX_ROWS,
+    MIN_ROWS,
+    unless_interrupted,
+    warn_if_behind,
+)
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.batches import Column, feeds_in, refuse_feeds
 from numpyro_bnn.program.compiled import is_traced, shared

@@ -142,11 +142,11 @@ def _mixed(
     posterior: Gaussian, precision: Array, shift: Array, share: Array
 ) -> Gaussian:
     """Moments of q^(1 - share) p^share; those of q if this is not proper."""
-    rest = (1 - share) / posterior.var
-    total = rest + share * precision
+    remainder = (1 - share) / posterior.var
+    total = remainder + share * precision
     proper = total > 0
     var = 1 / jnp.where(proper, total, 1.0)
-    mean = var * (rest * posterior.mean + share * shift)
+    mean = var * (remainder * posterior.mean + share * shift)
     return Gaussian(
         jnp.where(proper, mean, posterior.mean), jnp.where(proper, var, posterior.var)
     )

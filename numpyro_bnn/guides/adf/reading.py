@@ -86,8 +86,8 @@ def observed_site(sites: Sites) -> str:
     return observed[0]
 
 
-def _of_other_things(reading: Posterior, observed: str) -> set[int]:
-    """The ids of arrays whose first axis does not count the rows of an observation:
+def _of_other_things(reading: Posterior, observed: str) -> set[str]:
+    """The places of arrays whose first axis does not count the rows of an observation:
     for example one prior scale for each of as many units.
     """
     site, counts = reading.sites[observed], counted(reading)
@@ -95,9 +95,9 @@ def _of_other_things(reading: Posterior, observed: str) -> set[int]:
     rows: list[tuple[str, int] | str] = [(place, 0) for place in targets[observed]]
     rows += [frame.name for frame in site["cond_indep_stack"]]
     others = set()
-    for place, array in reading.data.items():
+    for place in reading.data:
         if rows and all(counts.alike((place, 0), axis) is False for axis in rows):
-            others.add(id(array))
+            others.add(place)
     return others
 
 
@@ -107,6 +107,10 @@ def is_scaled(site: Values) -> bool:
     return scale is not None and (
         isinstance(scale, jax.core.Tracer) or bool(np.any(np.asarray(scale) != 1))
     )
+
+
+class _Place(str):
+    """Stands for the array at a place."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +160,11 @@ class Data:
             instead = "Observe an array with one row per data point."
             refuse(observed, "one number", instead)
         rows = [p for p, leaf in data.arrays.items() if np.shape(leaf)[:1] == length]
-        others = _of_other_things(reading, observed)
-        rows = [place for place in rows if id(data.arrays[place]) not in others]
+        # the reading knows places, not names of parameters
+        marked = data.call(arrays={place: _Place(place) for place in data.arrays})
+        places = Arguments.of(*marked).leaves
+        others = {places[place] for place in _of_other_things(reading, observed)}
+        rows = [place for place in rows if place not in others]
         if not rows:
             came = f"no array of length {length[0]}, the length of the observation"
             raise argument_error(CALL, "args", came, "Pass the data as arguments.")

@@ -23,8 +23,8 @@ from numpyro_bnn._distributions import (
     is_latent,
     unwrapped,
 )
-from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.slices import dependence, program_dependence
+from numpyro_bnn._jaxprs.walk import SiteImage
 from numpyro_bnn._options import PositiveInt, Switch, checked
 from numpyro_bnn._types import Arrays, Operand, PyTree, Site, Sites, Trees
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses

@@ -107,10 +107,6 @@ class _Index:
 FREE = LabelPlaces()  # a value that depends on no weight under consideration
 
 
-def _is_followed(value: Operand) -> bool:
-    return isinstance(value, _WeightImage | LabelPlaces | _Index)
-
-
 def _counting(value: Operand) -> Any:
     """A constant that is 0, 1, 2, ...; the values of other constants do not matter."""
     has_values = isinstance(value, np.ndarray | Array) and not isinstance(
@@ -124,7 +120,8 @@ def _counting(value: Operand) -> Any:
 
 class _UseSearch(Interpreter):
     def __init__(self, values: Arrays, candidates: Collection[str], call: str) -> None:
-        super().__init__({}, _is_followed, call, self.visit)
+        followed = _WeightImage | LabelPlaces | _Index
+        super().__init__({}, lambda v: isinstance(v, followed), call, self.visit)
         self.values, self.sites = values, set(candidates)
         self.plain_sites: dict[str, str] = {}
         self.rows: dict[str, dict[int, list[Piece]]] = {}

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax import Array, random
 from jax.extend.core import ClosedJaxpr
 
-from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.primitives import dot_axes
-from numpyro_bnn._jaxprs.walk import Equation, Interpreter
+from numpyro_bnn._jaxprs.walk import Equation, Interpreter, SiteImage
 from numpyro_bnn._types import Operand, Shape
 from numpyro_bnn.guides.blocks import cut
 

@@ -160,8 +160,8 @@ class AutoLaplace(AutoBlocks):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         # of this reading alone: a later run that is refused leaves an earlier fit
-        given = partial(_given_param, self._model_params)
-        model = handlers.substitute(self.model, substitute_fn=given)
+        learned = partial(_given_param, self._model_params)
+        model = handlers.substitute(self.model, substitute_fn=learned)
         self._rows = ModelRows(model, (args, kwargs))
         check_rows(f"{CALL}.run", self._rows.reading(), args, kwargs)
         check_sites(self._rows)
@@ -363,12 +363,12 @@ class AutoLaplace(AutoBlocks):
 
     def _started(self, posterior: LaplacePosterior, init: Trees) -> Values:
         """Coordinates of the start."""
-        given = {name: init[name] for name in init if name in self._transforms}
+        passed = {name: init[name] for name in init if name in self._transforms}
         v = dict(self._init_locs)
-        if not given:
+        if not passed:
             return v
         values = posterior.rows.run_once(posterior.values, v)
-        for name, value in given.items():
+        for name, value in passed.items():
             if np.shape(value) != values[name].shape:
                 got = f"shape {np.shape(value)} for {name!r}"
                 instead = f"Pass a value of shape {values[name].shape}."

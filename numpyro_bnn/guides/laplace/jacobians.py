@@ -26,9 +26,8 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from numpyro_bnn._jaxprs.axes import Axis, LabelPlaces, follow_axes, moved
-from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.primitives import SHAPING, Place, dot_axes, is_affine
-from numpyro_bnn._jaxprs.walk import Equation, Interpreter
+from numpyro_bnn._jaxprs.walk import Equation, Interpreter, SiteImage
 from numpyro_bnn._types import Operand, Shape
 from numpyro_bnn.guides.auto_blocks import Values
 

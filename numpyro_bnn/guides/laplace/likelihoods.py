@@ -32,8 +32,8 @@ from numpyro_bnn._distributions import (
     affine_normal,
     is_affine_normal,
     is_factor,
-    unmasked_elements,
     unwrapped,
+    weights,
 )
 from numpyro_bnn._types import Shape, Site
 from numpyro_bnn.guides.auto_blocks import Values
@@ -97,11 +97,7 @@ def observed_rows(
     """Read a site; ``axis`` of ``fn.shape()`` indexes the rows (``None``: it is one
     row).
     """
-    fn = site["fn"]
-    scale = 1.0 if site["scale"] is None else site["scale"]
-    scale = jnp.broadcast_to(scale, fn.batch_shape)
-    scale = scale.reshape(fn.batch_shape + (1,) * fn.event_dim)
-    weight = _rows_first(scale * unmasked_elements(fn), axis)
+    fn, weight = site["fn"], _rows_first(weights(site), axis)
     flat_shape = (weight.shape[0], prod(weight.shape[1:]))
     likelihood, outputs = likelihood_of(site), {}
     for name, value in likelihood.natural(fn).items():

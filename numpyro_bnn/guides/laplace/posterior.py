@@ -37,12 +37,12 @@ from numpyro_bnn.guides.laplace.likelihoods import (
     observed_rows,
 )
 from numpyro_bnn.guides.laplace.rows import Batch, ModelRows
-from numpyro_bnn.guides.scale_conditioning import Scaled
+from numpyro_bnn.guides.prototype import Scaled
 from numpyro_bnn.networks import placeholder_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.axes import axes_of_data, counted
 from numpyro_bnn.program.plates import Plate, sites_of_type
-from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.posterior import Posterior, log_density
 from numpyro_bnn.program.row_lengths import check_state
 from numpyro_bnn.program.sites import Sites
 
@@ -279,7 +279,7 @@ class LaplacePosterior:
         sites = batch.at(self.values(batch, v), self.data)
         total = jnp.zeros(())
         for name in self.data:
-            total += _log_prob(sites[name])
+            total += log_density(sites[name])
         if spread:
             detached = dict(v)
             for name in self._held_for_noise():
@@ -320,7 +320,7 @@ class LaplacePosterior:
                 total += jnp.sum(dist.Normal().log_prob(v[name]))
             else:
                 value, transform = sites[name]["value"], self.transforms[name]
-                total += _log_prob(sites[name])
+                total += log_density(sites[name])
                 total += jnp.sum(transform.log_abs_det_jacobian(v[name], value))
         return total + self._averaged(batch, v, tuned.weights)
 
@@ -361,12 +361,6 @@ class LaplacePosterior:
             else:
                 diagonals[name] = curvature[name]
         return diagonals
-
-
-def _log_prob(site: Site) -> Array:
-    """Scaled log density of a site."""
-    log_prob = site["fn"].log_prob(site["value"])
-    return jnp.sum(log_prob if site["scale"] is None else site["scale"] * log_prob)
 
 
 def _of_one_length(arrays: Sequence[Array]) -> list[Array]:

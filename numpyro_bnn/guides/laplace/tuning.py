@@ -28,10 +28,9 @@ from numpyro_bnn.guides.laplace.prediction import (
 from numpyro_bnn.guides.laplace.rows import Batch
 from numpyro_bnn.guides.laplace.search import Mode, ModeSearch, finite
 from numpyro_bnn.guides.laplace.structures import LaplaceGaussian
-from numpyro_bnn.guides.left_out import unless_interrupted, warn_if_behind
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import spread
-from numpyro_bnn.metrics.left_out import MIN_ROWS
+from numpyro_bnn.metrics.left_out import MIN_ROWS, unless_interrupted, warn_if_behind
 
 LOG_PRECISION_TOLERANCE = 1e-3  # change of a log precision below which tuning ends
 MAX_LOG_PRECISION = 15.0
@@ -202,10 +201,10 @@ class EvidenceTuning:
             weights = weight[complete]
             if not np.allclose(weights, weights.max(initial=0.0)):
                 continue  # the fit was not to predict all rows alike
-            inputs = []
-            for array in self.posterior.inputs(name):
-                if len(array) == number:
-                    inputs.append(np.asarray(array)[places][complete])
+            inputs = [
+                np.asarray(array)[places][complete]
+                for array in self.posterior.inputs(name)
+            ]
             warn_if_behind(
                 f"{CALL}.run",
                 scores[complete],
