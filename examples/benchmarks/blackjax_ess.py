@@ -183,6 +183,7 @@ WAYS = {
     "NUTS, low rank (BlackJAX)": None,
     "MAMS (BlackJAX)": 5,
     "mclmc (BlackJAX)": 2,
+    "mclmc, low rank (BlackJAX)": 2,
     "Barker (BlackJAX)": 1,
     "MCLMC": 2,
 }
@@ -201,8 +202,9 @@ def kernel_of(way: str, model: Callable, steps: int) -> MCMCKernel:
     algorithm, adaptation = {
         "MAMS": ("adjusted_mclmc_dynamic", "adjusted_mclmc_find_L_and_step_size"),
         "mclmc": ("mclmc", "mclmc_find_L_and_step_size"),
+        "mclmc, low rank": ("mclmc", "mclmc_lrd_warmup"),
         "Barker": ("barker", ""),
-    }[way.split()[0]]
+    }[way.removesuffix(" (BlackJAX)")]
     tune = getattr(blackjax, adaptation) if adaptation else tune_barker
     return infer.BlackJAX(
         model, getattr(blackjax, algorithm), tune, steps_per_draw=steps
@@ -298,11 +300,13 @@ def mixing_of(f: np.ndarray) -> dict[str, Any]:
     f = f.reshape(*f.shape[:2], -1)
     found = metrics.function_space(f)
     sizes = found.ess_bulk[np.isfinite(found.ess_bulk)]
-    within = sum(metrics.function_space(chain[None]).ess_bulk for chain in f)
+    # of a chain that does not move it is not a number
+    by_chain = [metrics.function_space(chain[None]).ess_bulk for chain in f]
+    within = np.nansum(by_chain, axis=0)
     return {
         "draws": f.shape[0] * f.shape[1],
         "ess": {"median": float(np.median(sizes)), "least": float(np.min(sizes))},
-        "ess within chains": float(np.nanmedian(within)),
+        "ess within chains": float(np.median(within)),
         "largest r_hat": float(found.max_rhat),
     }
 

@@ -218,6 +218,12 @@ def check_blackjax_ess(run):
         assert row["warm-up gradients"] > 0
 
 
+def check_sources(run):
+    memory, *steps = run.result["rows"]
+    assert min(memory["peaks"].values()) > 10  # MB of an interpreter
+    assert [row["source"] for row in steps] == ["arrays", "batches"]
+
+
 def check_horseshoe(run):
     from examples.benchmarks.horseshoe import compare
 
@@ -497,6 +503,11 @@ SCRIPTS: dict[str, Script] = {
         "--num-chains 2 --gradients 200 --posteriors gaussian --ways NUTS MCLMC",
         ("--gradients 1",),
         check=check_blackjax_ess,
+    ),
+    f"{BENCHMARK}.sources": Script(
+        "--rows 2000 --runs 1 --steps 4 --rounds 1 --sources arrays batches",
+        ("--runs 0", "--steps 0"),
+        check=check_sources,
     ),
     f"{BENCHMARK}.horseshoe": Script(
         "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 "
