@@ -9,7 +9,9 @@ draws; NUTS gets 300 transitions or more of warm-up, and draws until they are sp
 gradients of the warm-up are shown, and do not count in the rates. Seconds are those of
 processors, without compilation. A sampler whose largest R-hat is above 1.05 has not
 converged: its rates stand in brackets, and those within its chains say only how fast
-each moves around its own function. Writes JSON, and goes on where it was interrupted.
+each moves around its own function. *Covariance* is `MCLMC` whose `preconditioner` is
+the covariance of draws of a first run, whose gradients count as warm-up. Writes JSON,
+and goes on where it was interrupted.
 
     python -m examples.benchmarks.blackjax_ess --data FOLDER --output
     output/blackjax_ess.json
@@ -186,6 +188,7 @@ WAYS = {
     "mclmc, low rank (BlackJAX)": 2,
     "Barker (BlackJAX)": 1,
     "MCLMC": 2,
+    "MCLMC, covariance": 2,
 }
 
 
@@ -258,6 +261,7 @@ class Chains:
         """The sites of further draws, (S, C, ...)."""
         start = time.process_time()
         self.state, (z, spent) = jax.block_until_ready(self._run(self.state))
+        self.positions = z
         self.seconds += time.process_time() - start
         counts = np.asarray(spent, np.int64)
         if self._is_nuts:
@@ -267,15 +271,43 @@ class Chains:
         return self._constrain(z)
 
 
+def warmed_up(kernel: MCMCKernel, lengths: Lengths, keys: Array) -> Chains:
+    chains = Chains(kernel, lengths, keys)
+    for _ in range(lengths.warm_up):
+        chains.go_on()
+    return chains
+
+
+def covariance_of(chains: Chains) -> np.ndarray:
+    """Of unconstrained positions of a part; correlations are shrunk with the weight of
+    five draws.
+    """
+    chains.go_on()
+    leaves = [chains.positions[site] for site in sorted(chains.positions)]
+    number = leaves[0].shape[0] * leaves[0].shape[1]
+    flat = [np.asarray(leaf, np.float64).reshape(number, -1) for leaf in leaves]
+    covariance = np.atleast_2d(np.cov(np.concatenate(flat, 1).T))
+    variances = np.diag(np.diag(covariance))
+    return (number * covariance + 5 * variances) / (number + 5)
+
+
 def measure(name: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
     """One way on one posterior."""
     posterior = posterior_of(name, args.data)
     lengths = lengths_of(way, args.gradients, posterior.gradients_per_draw)
-    kernel = kernel_of(way, posterior.model, lengths.steps)
     keys = random.split(random.key(args.seed), args.num_chains)
-    chains = Chains(kernel, lengths, keys)
-    for _ in range(lengths.warm_up):
-        chains.go_on()
+    before = 0
+    if way == "MCLMC, covariance":
+        kernel = kernel_of("MCLMC", posterior.model, lengths.steps)
+        first = warmed_up(kernel, lengths, random.split(keys[0], len(keys)))
+        metric = covariance_of(first)
+        kernel = infer.MCLMC(
+            posterior.model, steps_per_draw=lengths.steps, preconditioner=metric
+        )
+        before = first.gradients
+    else:
+        kernel = kernel_of(way, posterior.model, lengths.steps)
+    chains = warmed_up(kernel, lengths, keys)
     of_warm_up, chains.seconds = chains.gradients, 0.0
     parts: list[np.ndarray] = []
     while chains.gradients - of_warm_up < args.num_chains * args.gradients:
@@ -286,7 +318,7 @@ def measure(name: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
         "posterior": name,
         "way": way,
         "gradients": int(spent),
-        "warm-up gradients": int(of_warm_up),
+        "warm-up gradients": int(before + of_warm_up),
         "seconds per gradient": float(chains.seconds / spent),
         **mixing_of(f),
         **errors_of(f, posterior.exact),
