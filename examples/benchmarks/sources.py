@@ -44,7 +44,6 @@ from examples.shared import at_least, markdown
 
 FEATURES, UNITS, BATCH, LOADED = 20, 50, 100, 512
 STEP_ROWS = 100_000
-FEW = 1000  # rows of a process that is all interpreter and program
 SOURCES = ("arrays", "Rows", "batches", "grain", "torch")
 PARTS = ("all rows", "two halves")
 
@@ -186,35 +185,37 @@ def memory_of(number: int, processes: int) -> float:
 
 def measure_memory(number: int) -> dict[str, Any]:
     """Of all rows in one process, and of a half in each of two."""
-    few = {part: memory_of(FEW, k) for k, part in enumerate(PARTS, 1)}
     peaks = {part: memory_of(number, k) for k, part in enumerate(PARTS, 1)}
     megabytes = 4 * (FEATURES + 1) * number / 2**20
-    return {"rows": number, "data": megabytes, "peaks": peaks, "few": few}
+    return {"rows": number, "data": megabytes, "peaks": peaks}
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
     """Memory by the number of rows, and the cost of steps by their source."""
     memory = [row for row in report["rows"] if "peaks" in row]
+    numbers = sorted({row["rows"] for row in memory})
     heads = ["rows", "MB of data", "runs", "peak MB of one process"]
-    heads += ["of each of two", "ratio", "above that of few rows: ratio"]
+    heads += ["of each of two", "ratio", "ratio of what is above few rows"]
     lines = []
-    for number in sorted({row["rows"] for row in memory}):
+    few: list[float] = []
+    for number in numbers:
         same = [row for row in memory if row["rows"] == number]
-        whole, half = (median_of(row["peaks"][part] for row in same) for part in PARTS)
-        few, few_half = (median_of(row["few"][part] for row in same) for part in PARTS)
+        peaks = [median_of(row["peaks"][part] for row in same) for part in PARTS]
+        few = few or peaks
         cells = [f"{number:,}", f"{same[0]['data']:.0f}", f"{len(same)}"]
-        cells += [f"{whole:.0f}", f"{half:.0f}", f"{half / whole:.2f}"]
-        lines.append([*cells, f"{(half - few_half) / (whole - few):.2f}"])
+        cells += [f"{peaks[0]:.0f}", f"{peaks[1]:.0f}", f"{peaks[1] / peaks[0]:.2f}"]
+        above = [peak - base for peak, base in zip(peaks, few, strict=True)]
+        lines.append([*cells, f"{above[1] / above[0]:.2f}" if above[0] else ""])
     costs = []
     for row in report["rows"]:
         if "source" in row:
             cells = [row["source"], f"{row['processor']:.0f}", f"{row['wall']:.0f}"]
             costs.append(cells)
     costs_head = ("rows from", "processor us per step of four chains", "wall clock")
-    return {
-        "sources_memory": markdown(heads, lines),
-        "sources_steps": markdown(costs_head, costs),
-    }
+    made = {"sources_memory": markdown(heads, lines)}
+    if costs:
+        made["sources_steps"] = markdown(costs_head, costs)
+    return made
 
 
 def median_of(values: Iterable[float]) -> float:
@@ -230,7 +231,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sources", nargs="*", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--steps", type=int, default=2000, help="in one measurement")
     parser.add_argument("--rounds", type=int, default=7, help="of steps")
-    sizes = [1_000_000, 4_000_000, 8_000_000]
+    sizes = [1000, 2_000_000, 8_000_000, 16_000_000]
     parser.add_argument("--rows", type=int, nargs="*", default=sizes, help="of memory")
     parser.add_argument("--runs", type=int, default=3, help="of each number of rows")
     parser.add_argument("--join", type=int, nargs=4, help=argparse.SUPPRESS)
