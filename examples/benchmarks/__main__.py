@@ -51,6 +51,7 @@ MEASUREMENTS = {
     "collapse_cost": _json("collapse_cost", data=False),
     "runs": _json("runs", data=False),
     "scale": _json("scale", "--docs docs/scale.md", data=False),
+    "sources": _json("sources", "--docs docs/scale.md", data=False, continues=True),
     "minibatches": _json(
         "minibatches", "--docs docs/tables/minibatches.md", data=False, continues=True
     ),

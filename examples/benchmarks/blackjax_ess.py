@@ -9,7 +9,9 @@ draws; NUTS gets 300 transitions or more of warm-up, and draws until they are sp
 gradients of the warm-up are shown, and do not count in the rates. Seconds are those of
 processors, without compilation. A sampler whose largest R-hat is above 1.05 has not
 converged: its rates stand in brackets, and those within its chains say only how fast
-each moves around its own function. Writes JSON, and goes on where it was interrupted.
+each moves around its own function. *Covariance* is `MCLMC` whose `preconditioner` is
+the covariance of draws of a first run, whose gradients count as warm-up. Writes JSON,
+and goes on where it was interrupted.
 
     python -m examples.benchmarks.blackjax_ess --data FOLDER --output
     output/blackjax_ess.json
@@ -183,8 +185,10 @@ WAYS = {
     "NUTS, low rank (BlackJAX)": None,
     "MAMS (BlackJAX)": 5,
     "mclmc (BlackJAX)": 2,
+    "mclmc, low rank (BlackJAX)": 2,
     "Barker (BlackJAX)": 1,
     "MCLMC": 2,
+    "MCLMC, covariance": 2,
 }
 
 
@@ -201,8 +205,9 @@ def kernel_of(way: str, model: Callable, steps: int) -> MCMCKernel:
     algorithm, adaptation = {
         "MAMS": ("adjusted_mclmc_dynamic", "adjusted_mclmc_find_L_and_step_size"),
         "mclmc": ("mclmc", "mclmc_find_L_and_step_size"),
+        "mclmc, low rank": ("mclmc", "mclmc_lrd_warmup"),
         "Barker": ("barker", ""),
-    }[way.split()[0]]
+    }[way.removesuffix(" (BlackJAX)")]
     tune = getattr(blackjax, adaptation) if adaptation else tune_barker
     return infer.BlackJAX(
         model, getattr(blackjax, algorithm), tune, steps_per_draw=steps
@@ -256,6 +261,7 @@ class Chains:
         """The sites of further draws, (S, C, ...)."""
         start = time.process_time()
         self.state, (z, spent) = jax.block_until_ready(self._run(self.state))
+        self.positions = z
         self.seconds += time.process_time() - start
         counts = np.asarray(spent, np.int64)
         if self._is_nuts:
@@ -265,15 +271,43 @@ class Chains:
         return self._constrain(z)
 
 
+def warmed_up(kernel: MCMCKernel, lengths: Lengths, keys: Array) -> Chains:
+    chains = Chains(kernel, lengths, keys)
+    for _ in range(lengths.warm_up):
+        chains.go_on()
+    return chains
+
+
+def covariance_of(chains: Chains) -> np.ndarray:
+    """Of unconstrained positions of a part; correlations are shrunk with the weight of
+    five draws.
+    """
+    chains.go_on()
+    leaves = [chains.positions[site] for site in sorted(chains.positions)]
+    number = leaves[0].shape[0] * leaves[0].shape[1]
+    flat = [np.asarray(leaf, np.float64).reshape(number, -1) for leaf in leaves]
+    covariance = np.atleast_2d(np.cov(np.concatenate(flat, 1).T))
+    variances = np.diag(np.diag(covariance))
+    return (number * covariance + 5 * variances) / (number + 5)
+
+
 def measure(name: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
     """One way on one posterior."""
     posterior = posterior_of(name, args.data)
     lengths = lengths_of(way, args.gradients, posterior.gradients_per_draw)
-    kernel = kernel_of(way, posterior.model, lengths.steps)
     keys = random.split(random.key(args.seed), args.num_chains)
-    chains = Chains(kernel, lengths, keys)
-    for _ in range(lengths.warm_up):
-        chains.go_on()
+    before = 0
+    if way == "MCLMC, covariance":
+        kernel = kernel_of("MCLMC", posterior.model, lengths.steps)
+        first = warmed_up(kernel, lengths, random.split(keys[0], len(keys)))
+        metric = covariance_of(first)
+        kernel = infer.MCLMC(
+            posterior.model, steps_per_draw=lengths.steps, preconditioner=metric
+        )
+        before = first.gradients
+    else:
+        kernel = kernel_of(way, posterior.model, lengths.steps)
+    chains = warmed_up(kernel, lengths, keys)
     of_warm_up, chains.seconds = chains.gradients, 0.0
     parts: list[np.ndarray] = []
     while chains.gradients - of_warm_up < args.num_chains * args.gradients:
@@ -284,7 +318,7 @@ def measure(name: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
         "posterior": name,
         "way": way,
         "gradients": int(spent),
-        "warm-up gradients": int(of_warm_up),
+        "warm-up gradients": int(before + of_warm_up),
         "seconds per gradient": float(chains.seconds / spent),
         **mixing_of(f),
         **errors_of(f, posterior.exact),
@@ -298,11 +332,13 @@ def mixing_of(f: np.ndarray) -> dict[str, Any]:
     f = f.reshape(*f.shape[:2], -1)
     found = metrics.function_space(f)
     sizes = found.ess_bulk[np.isfinite(found.ess_bulk)]
-    within = sum(metrics.function_space(chain[None]).ess_bulk for chain in f)
+    # of a chain that does not move it is not a number
+    by_chain = [metrics.function_space(chain[None]).ess_bulk for chain in f]
+    within = np.nansum(by_chain, axis=0)
     return {
         "draws": f.shape[0] * f.shape[1],
         "ess": {"median": float(np.median(sizes)), "least": float(np.min(sizes))},
-        "ess within chains": float(np.nanmedian(within)),
+        "ess within chains": float(np.median(within)),
         "largest r_hat": float(found.max_rhat),
     }
 

@@ -78,8 +78,17 @@ ALGORITHMS: dict[str, int | str | None] = {
     **dict.fromkeys(("slice_sampling", "coordinate_slice"), 0),
     **dict.fromkeys(("rmhmc", "gist_step_size", "gist_trajectory_length"), None),
 }
-COUNTS = {"k", "steps_per_sample"}  # of warm-ups
-POSITIVE = ("step_size", "initial_step_size", "temperature", "num_folds")
+# Of algorithms and warm-ups of BlackJAX.
+NUMBERS = {
+    **dict.fromkeys(
+        ("step_size", "initial_step_size", "temperature", "num_folds"),
+        Number(strict=True),
+    ),
+    **dict.fromkeys(("num_integration_steps", "k", "steps_per_sample"), Count()),
+    **dict.fromkeys(
+        ("target_acceptance_rate", "acc_prob"), Number(strict=True, below=1)
+    ),
+}
 # Parts of a chain that follow from its position, and those that stay when it is moved.
 CACHES = ("position", "logdensity", "logdensity_grad")
 AUXILIARY = ("momentum", "slice", "random_generator_arg")
@@ -251,25 +260,20 @@ class BlackJAX(TargetKernel[_Plan]):
         needed = {p.name for p in parameters if p.default is p.empty and _is_named(p)}
         needed |= {"step_size"} & set(step_arguments)
         accepted = {p.name for p in parameters if _is_named(p)} | set(step_arguments)
-        tunes: set[str] = set()
         if self.adaptation is not None and self._warm_up is not None:
             accepted -= set(self._warm_up.tuned)
             needed -= set(self._warm_up.tuned)
             if self._warm_up is USERS_OWN:  # what it finds is not known yet
                 needed = set()
             else:
-                tunes = {*parameters_of(self.adaptation)} - MANAGED
-                accepted |= tunes | {*self._warm_up.given}
+                given = self._warm_up.given
+                accepted |= {*parameters_of(self.adaptation), *given} - MANAGED
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         for name, value in self.options.items():
             if name not in accepted and not takes_all:
                 raise unknown_name(CALL, "options", name, sorted(accepted))
-            if name in POSITIVE and np.ndim(value) == 0:
-                Number(strict=True).check(CALL, name, value)
-            if name == "num_integration_steps" or name in tunes & COUNTS:
-                Count().check(CALL, name, value)
-            if name == "target_acceptance_rate" or name in tunes & {"acc_prob"}:
-                Number(strict=True, below=1).check(CALL, name, value)
+            if name in NUMBERS and self._algorithm_name:
+                NUMBERS[name].check(CALL, name, value)
             if name == "inverse_mass_matrix":
                 _check_metric(name, value)
         missing = sorted(needed - self.options.keys())
@@ -730,9 +734,9 @@ def _check_metric(name: str, value: PyTree) -> None:
     for leaf in jax.tree.leaves(value):
         if isinstance(leaf, jax.core.Tracer) or callable(leaf):
             continue
-        if not np.isfinite(leaf).all():
-            came = "values that are not finite"
-            raise argument_error(CALL, name, came, "Pass finite variances.")
+        if np.asarray(leaf).dtype.kind != "f" or not np.isfinite(leaf).all():
+            came = "integers, or values that are not finite"
+            raise argument_error(CALL, name, came, "Pass finite floats.")
         least = np.min(leaf, initial=np.inf) if np.ndim(leaf) < 2 else np.inf
         if leaf is value and np.ndim(leaf) == 2:
             least = np.linalg.eigvalsh(leaf).min()

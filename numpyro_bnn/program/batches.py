@@ -74,8 +74,8 @@ def batches(
     :param prefetch: number of batches that a thread loads ahead; 0 for no thread.
     :raises ValueError: for batches without rows, with more than ``num_rows``, or of
         another structure than the first; in a run, for an epoch of another number of
-        rows than ``num_rows`` (a last batch with fewer rows may be dropped). A loader
-        without end is not counted.
+        rows than ``num_rows`` (a last batch with fewer rows may be dropped, but not the
+        same rows each time). A loader without end is not counted.
 
     >>> import jax.numpy as jnp
     >>> def loader():
@@ -334,6 +334,9 @@ class _SourceReader:
         self.single_pass = hasattr(source, "__next__")
         self._shapes: list[tuple] = []
         self._epoch = 0
+        #: Sums over the first two epochs, of numbers read as integers: the same in
+        #: any order.
+        self._sums = [0, 0]
         self._open()
 
     def _open(self) -> None:
@@ -401,6 +404,9 @@ class _SourceReader:
             if count:
                 self._warn_of_order(columns)
                 self._counts.append(count)
+                for column in columns if self._epoch < 2 else ():
+                    bits = column.view(f"u{column.itemsize}")
+                    self._sums[self._epoch] += int(bits.sum(dtype=np.uint64))
                 return LoadedBatch(columns, place)
 
     def _end(self) -> None:
@@ -411,10 +417,12 @@ class _SourceReader:
             instead = "Pass an iterable that starts again, or a function that makes it."
             raise argument_error(CALL, "source", got, instead)
         missing = self.num_rows - seen
-        # Loaders drop a last batch that has fewer rows than all others.
+        # Loaders drop a last batch that has fewer rows than all others: if they
+        # shuffle, other rows each time.
         equal = len(self._counts) > 1 and len(set(self._counts)) == 1
         dropped = equal and 0 < missing < self._counts[0]
-        if self._whole and missing and not dropped:
+        again = self._epoch == 1 and self._sums[0] == self._sums[1]
+        if self._whole and missing and (again or not dropped):
             got = f"{self.num_rows} for a source with {seen} rows"
             instead = ALL_ROWS
             if self._has_one_iterator():
@@ -429,7 +437,7 @@ class _SourceReader:
 
     def _columns(self, batch: PyTree) -> list[np.ndarray]:
         leaves, structure = jax.tree.flatten(_as_tree(batch))
-        columns = [np.array(leaf) for leaf in leaves]  # loaders may reuse memory
+        columns = [np.asarray(leaf).copy() for leaf in leaves]  # memory may be reused
         shapes = [(column.shape[1:], column.dtype) for column in columns]
         if self.structure is None:
             self.structure = structure

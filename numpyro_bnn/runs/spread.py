@@ -77,15 +77,17 @@ class DeviceSpread:
         return value if self.mesh is None else self._placed(value, SAME)
 
     def arguments(self, tree: PyTree) -> PyTree:
-        """The arguments of a model, with arrays over several processes as XLA splits
-        programs of them.
+        """The arguments of a model, with arrays on a mesh as XLA splits programs of
+        them: JAX's own meshes ask every operation how it is split.
         """
 
         def on_mesh(leaf: PyTree) -> PyTree:
-            if not has_rows_elsewhere(leaf):
+            placed = getattr(leaf, "sharding", None)
+            if not isinstance(placed, NamedSharding):
                 return leaf
             shards = [shard.data for shard in leaf.addressable_shards]
-            sharding = NamedSharding(self.mesh, PartitionSpec(DATA))
+            mesh = Mesh(placed.mesh.devices, placed.mesh.axis_names)
+            sharding = NamedSharding(mesh, placed.spec)
             return jax.make_array_from_single_device_arrays(
                 leaf.shape, sharding, shards
             )

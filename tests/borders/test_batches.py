@@ -27,12 +27,14 @@ SIZE = 5  # rows of a batch, which does not divide N: the last one has four
 
 
 class Tensor:
-    """What NumPy can read and JAX cannot, as a tensor of torch or tf is."""
+    """What NumPy can read and JAX cannot, as a tensor of torch or tf is; like torch's
+    it does not know the argument `copy`.
+    """
 
     def __init__(self, values):
         self.values = values
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype=None):
         return np.array(self.values, dtype)
 
 
@@ -534,6 +536,14 @@ def test_an_epoch_may_drop_a_part_of_a_batch():
 
     rows = runs.batches(dropping, N)
     rows.fetch(random.integers(0, N, (20, BATCH)))
+
+
+def test_the_same_rows_in_each_epoch_are_all_that_a_loader_has():
+    """Batches of one size do not tell a dropped last one from a wrong `num_rows`."""
+    loader = Loader((X[:20], Y[:20]))
+    x, _ = runs.batches(loader, N)
+    with refused("num_rows", "24 for a source with 20 rows"):
+        x.fetch(np.random.default_rng(0).integers(0, N, (20, BATCH)))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

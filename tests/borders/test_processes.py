@@ -137,6 +137,15 @@ def test_rows_over_two_devices(tmp_path, case, sent):
         assert max(sent[0]) <= 2 * 3 * 2  # the largest site, for two chains
 
 
+def test_rows_that_are_already_on_the_devices(tmp_path):
+    """As those of several processes are made; a gather of them says how it is split."""
+    spread = start(tmp_path / "spread", "SGLD", (1, 2), own_rows)
+    close(
+        draws_of(spread),
+        draws_of(start(tmp_path / "one", "SGLD", data=(zoo.X, zoo.Y))),
+    )
+
+
 @pytest.mark.slow
 def test_chains_over_two_devices(tmp_path, sent):
     """They send each other nothing; what one device began, two go on with."""
@@ -367,7 +376,7 @@ def test_chains_and_rows_over_two_processes_of_two_devices(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["SGHMC", "NUTS"])
+@pytest.mark.parametrize("case", ["SGHMC", "NUTS", "SGLD"])
 def test_each_process_has_its_own_rows(tmp_path, case):
     """No process has those of the other; the draws are those of one with all."""
     for samples in (2, 5):

@@ -133,6 +133,12 @@ def check_coupling_step(run):
     assert ratio_to_fastest(times) == 0.5
 
 
+def check_sources(run):
+    memory, *steps = run.result["rows"]
+    assert min(memory["peaks"].values()) > 10  # MB of an interpreter
+    assert [row["source"] for row in steps] == ["arrays", "batches"]
+
+
 # -- scripts ---------------------------------------------------------------------------
 
 BENCHMARK = "examples.benchmarks"
@@ -357,6 +363,11 @@ SCRIPTS: dict[str, Script] = {
     f"{BENCHMARK}.blackjax_ess": Script(
         "--num-chains 2 --gradients 200 --posteriors gaussian --ways NUTS MCLMC",
         ("--gradients 1",),
+    ),
+    f"{BENCHMARK}.sources": Script(
+        "--rows 2000 --runs 1 --steps 4 --rounds 1 --sources arrays batches",
+        ("--runs 0", "--steps 0"),
+        check=check_sources,
     ),
     f"{BENCHMARK}.horseshoe": Script(
         "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 "

@@ -462,6 +462,7 @@ KEPT = {
     "mixing": "tables/hierarchical.md",
     "orbit_moves": "speed.md",
     "sgld_step": "speed.md",
+    "sources": "scale.md",
     "tables": "tables/real_tables.md",
     "uci": "tables/uci.md",
     "variational_uci": "tables/guides.md",
