@@ -10,6 +10,7 @@ PRIVATE: dict[str, str] = {
     "numpyro_bnn.infer.target.bind": (
         "the potential that all kernels share, against exact densities on every batch"
     ),
+    "numpyro_bnn.infer.model_arguments.Start": "what `bind` takes",
     "numpyro_bnn._options.declared_option": (
         "what a declaration says, from which wrong and right values are drawn"
     ),

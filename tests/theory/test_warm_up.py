@@ -16,7 +16,7 @@ from helpers import each, mala, walk
 from jax.extend.core import jaxprs_in_params
 from numpyro.distributions import constraints
 from numpyro.infer import MCMC
-from scipy import linalg
+from scipy import linalg, stats
 
 from numpyro_bnn import infer, metrics, models, nn, priors, to_inference_data
 
@@ -441,13 +441,19 @@ def test_sampling_starts_where_held_out_rows_were_predicted_best(random):
 
 
 def test_starts_are_spread():
+    """Uniformly between -2 and 2 times the spread."""
+    keys = jax.random.split(jax.random.key(0), 200)
+
     def start(spread):
         kernel = infer.SGLD(quadratic, 1e-3, warm_start=infer.WarmStart(spread=spread))
-        return kernel.init(
-            jax.random.key(0), 4, None, problem(np.ones((N, 2)), np.eye(2)), {}
-        ).z["w"]
+        return kernel.init(keys, 4, None, problem(np.ones((N, 2)), np.eye(2)), {}).z[
+            "w"
+        ]
 
-    np.testing.assert_allclose(start(3.0), 3.0 * start(1.0), rtol=1e-6)
+    near, far = (np.asarray(start(spread)) for spread in (1.0, 3.0))
+    np.testing.assert_allclose(start(6.0), 2 * far, rtol=1e-6)
+    for spread, values in ((1, near), (3, far)):
+        assert stats.kstest(values.ravel() / spread, "uniform", (-2, 4)).pvalue > 1e-3
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ that every way is held to.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,9 +27,14 @@ def joined(first: Axis, second: Axis) -> Axis:
     return Axis(*map(np.concatenate, zip(first, second, strict=True)))
 
 
+@cache
+def unit_line(size: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.polynomial.legendre.leggauss(size)
+
+
 def line(low: float, high: float, size: int = 160) -> Axis:
     """Gauss-Legendre quadrature on an interval, which must hold all of the mass."""
-    nodes, weights = np.polynomial.legendre.leggauss(size)
+    nodes, weights = unit_line(size)
     return Axis(
         (high + low) / 2 + (high - low) / 2 * nodes, np.log(weights * (high - low) / 2)
     )

@@ -26,6 +26,7 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro.infer.util import unconstrain_fn
 
 from numpyro_bnn import guides, infer, symmetry, to_inference_data
+from numpyro_bnn.infer.model_arguments import Start
 from numpyro_bnn.infer.target import bind
 from numpyro_bnn.program.plates import full_plates
 from truth.quadrature import Problem, features
@@ -151,22 +152,16 @@ def density(problem: Problem) -> Figure:
     mean over all of them.
     """
     kwargs = options_of(problem)
-    target, start = bind(
-        "infer.SGLD",
-        problem.model,
-        random.key(0),
-        init_to_uniform,
-        problem.args,
-        kwargs,
-    )
+    start = Start(random.key(0), 0, None, problem.args, kwargs)
+    target, first = bind("infer.SGLD", problem.model, start, init_to_uniform)
     chosen = np.random.default_rng(0).choice(
         len(problem.probabilities), 50, p=problem.probabilities
     )
     z = unconstrained(
         problem, {name: value[chosen] for name, value in problem.nodes.items()}, kwargs
     )
-    if start.keys() != z.keys():
-        return Figure(np.inf, f"latent sites {sorted(start)}, right {sorted(z)}")
+    if first.keys() != z.keys():
+        return Figure(np.inf, f"latent sites {sorted(first)}, right {sorted(z)}")
     coordinates = {name: value[chosen] for name, value in problem.coordinates.items()}
     exact = problem.log_joint(coordinates) - problem.log_volume(coordinates)
     sites = handlers.trace(handlers.seed(problem.model, 0)).get_trace(*problem.args)
