@@ -174,6 +174,34 @@ def test_noise_is_measured_behind_the_preconditioner():
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SGHMC", "SGNHT"])
+def test_frictions_are_per_unit_of_time(name):
+    """On a flat density paths in units of h = sqrt(eps) do not depend on it, nor the
+    steps in which momenta and thermostat change; with one constant force in the place
+    of noise, velocities relax by the decay per step.
+    """
+
+    def flat(force):
+        numpyro.factor(
+            "f",
+            force * numpyro.sample("w", dist.ImproperUniform(constraints.real, (), ())),
+        )
+
+    def path(eps, force, **options):
+        kernel = getattr(infer, name)(
+            flat, eps, momentum_decay=0.3, steps_per_draw=1, warm_start=0.0, **options
+        )
+        return walk(kernel, 60, (force,), start={"w": jnp.zeros(())})[1]["w"] / eps**0.5
+
+    short, long = path(1e-4, 0.0), path(0.04, 0.0)
+    np.testing.assert_allclose(short, long, rtol=1e-3, atol=1e-4)
+    assert np.abs(short[-1]) > 0.1
+    if name == "SGHMC":
+        gains = np.diff(path(0.04, 1.0, temperature=0.0)[:8], 2)
+        np.testing.assert_allclose(gains[1:] / gains[:-1], 0.7, rtol=1e-2)
+
+
 # -- preconditioners -------------------------------------------------------------------
 
 
@@ -489,7 +517,8 @@ def test_one_huge_gradient_at_the_start_is_forgotten():
         (partial(infer.SGHMC, step_size=1e-3), 8, 1, 1, 128, 0),
         # a gradient of all data at the center
         (partial(infer.SGHMC, gradient="control_variates"), 8, 2, 3, 256, 3),
-        (mala, None, 1, 1, 0, 1),
+        # it renews what it caches in each transition
+        (mala, None, 1, 0, 0, 1),
         # a difference of two gradients, of which one is kept
         (infer.MCLMC, None, 2, 2, 0, 1),
     ],
