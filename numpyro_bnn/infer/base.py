@@ -501,7 +501,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             try:
                 check_start(call, "warm_start", target, z := scaled(z), start)
             except ValueError:
-                z = target.on(args, kwargs).initial(start.rng_key, self.init_strategy)
+                z = bind(call, *settings, learn)[1]  # by a search
                 check_start(call, "warm_start", target, z := scaled(z), start)
         if not (target.subsampled and by_batches) or self._warm_start.held_out:
             refuse_rows(call, BY_BATCHES, args, kwargs)

@@ -734,7 +734,8 @@ def _check_metric(name: str, value: PyTree) -> None:
     for leaf in jax.tree.leaves(value):
         if isinstance(leaf, jax.core.Tracer) or callable(leaf):
             continue
-        if np.asarray(leaf).dtype.kind != "f" or not np.isfinite(leaf).all():
+        floating = jnp.issubdtype(np.asarray(leaf).dtype, jnp.floating)
+        if not floating or not np.isfinite(leaf).all():
             came = "integers, or values that are not finite"
             raise argument_error(CALL, name, came, "Pass finite floats.")
         least = np.min(leaf, initial=np.inf) if np.ndim(leaf) < 2 else np.inf

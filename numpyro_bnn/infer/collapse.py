@@ -105,17 +105,12 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
         with run:
             model(*args, **kwargs)
         if run.values.keys() >= free_sites:  # not while an outer handler hides sites
-            with isolated():
-                if run.parameters:
-                    placed = handlers.substitute(model, data=run.parameters)
-                    reading = Posterior(placed, args, kwargs)
-                else:  # read anew only if the data have other shapes
-                    reading = collapsed.read_once.with_arguments(args, kwargs)  # type: ignore[attr-defined]
+            placed = handlers.substitute(model, data=run.parameters)
+            with isolated():  # anew: what it takes from outside may have changed
+                reading = Posterior(placed, args, kwargs)
             _integrate(reading, structure, run.values)
 
     collapsed.predictive_model = model  # type: ignore[attr-defined]
-    # not in its closure, by which a run in a folder knows the model
-    collapsed.read_once = reading.without_data()  # type: ignore[attr-defined]
     return collapsed
 
 

@@ -334,9 +334,9 @@ class _SourceReader:
         self.single_pass = hasattr(source, "__next__")
         self._shapes: list[tuple] = []
         self._epoch = 0
-        #: Sums over the first two epochs, of numbers read as integers: the same in
-        #: any order.
-        self._sums = [0, 0]
+        #: Sums of columns over the first epochs, of numbers read as integers: the same
+        #: in any order.
+        self._sums: list[Any] = [0] * 4
         self._open()
 
     def _open(self) -> None:
@@ -404,9 +404,10 @@ class _SourceReader:
             if count:
                 self._warn_of_order(columns)
                 self._counts.append(count)
-                for column in columns if self._epoch < 2 else ():
-                    bits = column.view(f"u{column.itemsize}")
-                    self._sums[self._epoch] += int(bits.sum(dtype=np.uint64))
+                if self._epoch < len(self._sums):
+                    bits = (column.view(f"u{column.itemsize}") for column in columns)
+                    sums = [part.sum(0, np.uint64).ravel() for part in bits]
+                    self._sums[self._epoch] += np.concatenate(sums)
                 return LoadedBatch(columns, place)
 
     def _end(self) -> None:
@@ -418,10 +419,11 @@ class _SourceReader:
             raise argument_error(CALL, "source", got, instead)
         missing = self.num_rows - seen
         # Loaders drop a last batch that has fewer rows than all others: if they
-        # shuffle, other rows each time.
+        # shuffle, other rows each time, whose sums may be equal once by chance.
         equal = len(self._counts) > 1 and len(set(self._counts)) == 1
         dropped = equal and 0 < missing < self._counts[0]
-        again = self._epoch == 1 and self._sums[0] == self._sums[1]
+        seen_again = [np.array_equal(self._sums[0], sums) for sums in self._sums]
+        again = self._epoch == len(seen_again) - 1 and all(seen_again)
         if self._whole and missing and (again or not dropped):
             got = f"{self.num_rows} for a source with {seen} rows"
             instead = ALL_ROWS

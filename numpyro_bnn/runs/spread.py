@@ -87,7 +87,7 @@ class DeviceSpread:
                 return leaf
             shards = [shard.data for shard in leaf.addressable_shards]
             mesh = Mesh(placed.mesh.devices, placed.mesh.axis_names)
-            sharding = NamedSharding(mesh, placed.spec)
+            sharding = NamedSharding(mesh, placed.spec, memory_kind=placed.memory_kind)
             return jax.make_array_from_single_device_arrays(
                 leaf.shape, sharding, shards
             )

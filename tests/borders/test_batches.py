@@ -538,12 +538,24 @@ def test_an_epoch_may_drop_a_part_of_a_batch():
     rows.fetch(random.integers(0, N, (20, BATCH)))
 
 
-def test_the_same_rows_in_each_epoch_are_all_that_a_loader_has():
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_same_rows_in_each_epoch_are_all_that_a_loader_has(dtype):
     """Batches of one size do not tell a dropped last one from a wrong `num_rows`."""
-    loader = Loader((X[:20], Y[:20]))
+    loader = Loader((X[:20].astype(dtype), Y[:20].astype(dtype)))
     x, _ = runs.batches(loader, N)
     with refused("num_rows", "24 for a source with 20 rows"):
-        x.fetch(np.random.default_rng(0).integers(0, N, (20, BATCH)))
+        x.fetch(np.random.default_rng(0).integers(0, N, (40, BATCH)))
+
+
+def test_rows_of_few_values_are_not_taken_for_the_same_rows():
+    """Those that two epochs drop may have equal sums."""
+    codes, random = np.arange(N) % 2, np.random.default_rng(5)
+
+    def dropping():
+        yield from np.split(random.permutation(codes)[: N - 4], 4)
+
+    rows = runs.batches(dropping, N)
+    rows.fetch(np.random.default_rng(0).integers(0, N, (60, BATCH)))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

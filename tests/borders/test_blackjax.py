@@ -785,6 +785,12 @@ def test_wrong_arguments_are_refused(argument, fragment, algorithm, options):
         infer.BlackJAX(SPREAD.model, named(algorithm), **options)
 
 
+def test_scales_of_half_precision_are_floats():
+    scales = jnp.ones(3, jnp.bfloat16)
+    options = {"step_size": 0.1, "inverse_mass_matrix": scales}
+    infer.BlackJAX(SPREAD.model, named("nuts"), **options)
+
+
 def one_number():
     numpyro.sample("x", dist.Normal())
 

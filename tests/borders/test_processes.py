@@ -8,6 +8,7 @@ import stat
 import subprocess
 import time
 import warnings
+from functools import partial
 from signal import SIGKILL, SIGSTOP
 
 import jax
@@ -83,9 +84,9 @@ def start(path, case, shape=None, data=(X, Y), **options):
     )
 
 
-def own_rows(mesh):
+def own_rows(mesh, memory=None):
     """Arrays of all rows, of which this process has its part only."""
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    sharding = NamedSharding(mesh, PartitionSpec("data"), memory_kind=memory)
     count = len(zoo.X) // jax.process_count()
     own = slice(count * jax.process_index(), count * (jax.process_index() + 1))
     parts = zoo.X[own], zoo.Y[own]
@@ -137,9 +138,11 @@ def test_rows_over_two_devices(tmp_path, case, sent):
         assert max(sent[0]) <= 2 * 3 * 2  # the largest site, for two chains
 
 
-def test_rows_that_are_already_on_the_devices(tmp_path):
+@pytest.mark.parametrize("memory", [None, "unpinned_host"])
+def test_rows_that_are_already_on_the_devices(tmp_path, memory):
     """As those of several processes are made; a gather of them says how it is split."""
-    spread = start(tmp_path / "spread", "SGLD", (1, 2), own_rows)
+    rows = partial(own_rows, memory=memory)
+    spread = start(tmp_path / "spread", "SGLD", (1, 2), rows)
     close(
         draws_of(spread),
         draws_of(start(tmp_path / "one", "SGLD", data=(zoo.X, zoo.Y))),

@@ -402,3 +402,13 @@ def test_members_need_a_warm_start():
     state = kernel.init(jax.random.key(0), 4, None, LINE.args, {})
     with pytest.raises(ValueError, match="without warm start"):
         kernel.members(state, LINE.args, {})
+
+
+@pytest.mark.parametrize("spread", [1.0, 2.0])
+def test_missing_numbers_are_named_wherever_chains_start(spread):
+    def model(y):
+        observed("y", numpyro.sample("w", dist.Normal(0.0, 1.0)), y)
+
+    kernel = infer.SGHMC(model, warm_start=infer.WarmStart(spread=spread))
+    with refused("args[0][0]", "1 NaN"):
+        started(model, np.array([1.0, np.nan]), kernel=kernel)
