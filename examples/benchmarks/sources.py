@@ -57,11 +57,9 @@ def columns(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
     return x, np.sin(x[:, 0])
 
 
-def sampler(steps: int, **options: Any) -> MCMC:
+def kernel_of(steps: int) -> bnn.infer.SGHMC:
     model = bnn.models.regression(bnn.nn.MLP([UNITS, 1], "tanh"))
-    kernel = bnn.infer.SGHMC(model, 1e-4, steps_per_draw=steps, warm_start=0.0)
-    settings = {"num_warmup": 0, "num_samples": 1, "chain_method": "vectorized"}
-    return MCMC(kernel, **settings, **options)
+    return bnn.infer.SGHMC(model, 1e-4, steps_per_draw=steps, warm_start=0.0)
 
 
 # -- steps -----------------------------------------------------------------------------
@@ -104,15 +102,15 @@ def source_of(name: str, folder: str) -> Any:
 
 
 def stepper(data: Any, steps: int) -> Callable:
-    """Draws of four chains, which go on with each call."""
-    mcmc = sampler(steps, num_chains=4, progress_bar=False)
+    """A draw of four chains, which go on with each call, in one program."""
+    init, step = bnn.infer.as_blackjax(kernel_of(steps), *data, batch_size=BATCH)
+    states = [init(None, jax.random.split(jax.random.key(0), 4))]
+    advance = jax.jit(lambda state: step(state.rng_key, state)[0])
 
     def call() -> Any:
-        mcmc.run(jax.random.key(0), *data, batch_size=BATCH)
-        mcmc.post_warmup_state = mcmc.last_state
-        return mcmc.last_state.z
+        states[0] = advance(states[0])
+        return states[0].z
 
-    call()
     call()
     return call
 
@@ -151,7 +149,8 @@ def use_rows(number: int, processes: int, index: int) -> dict[str, float]:
     del own
     key, options = jax.random.key(0), {"progress_bar": False, "batch_size": BATCH}
     with tempfile.TemporaryDirectory() as folder:
-        mcmc = sampler(20, num_chains=2)
+        settings = {"num_chains": 2, "chain_method": "vectorized"}
+        mcmc = MCMC(kernel_of(20), num_warmup=0, num_samples=1, **settings)
         path = f"{folder}/run"
         run = bnn.runs.start(path, mcmc, key, *data, mesh=mesh, **options)
     assert run.complete
