@@ -368,7 +368,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
                 self.choose_step_size,
                 self.stable_step_size,
                 averaged,
-                guesses,
+                first_guess=guesses,
             )
         movement = MeasureMovement(
             warm_up.end, self.exact, self.temperature, self.steps_per_draw
@@ -466,12 +466,12 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         return Posterior(self.model, args, kwargs, full=False)
 
     def _begin(self, start: Start) -> SGMCMCState:
-        call = args, kwargs = start.args, start.kwargs
+        args, kwargs = start.args, start.kwargs
         # not as separate small programs
         chain_key, init_key = shared(lambda key: tuple(split(key)), True)(start.rng_key)
         target, z = self._bound(start._replace(rng_key=init_key))
         one = z if start.single else jax.eval_shape(first_of, z)
-        check_held_out(self._call, target, self._warm_start.held_out, one, *call)
+        check_held_out(self._call, target, self._warm_start.held_out, one, args, kwargs)
         size = sum(leaf.size for leaf in jax.tree.leaves(one))
         self._plan = self._make_plan(target, start.num_warmup, size)
         self._sample_fn = self.sample

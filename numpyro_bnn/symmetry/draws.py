@@ -186,10 +186,10 @@ def invariants(draws: Trees, symmetries: Sequence[Symmetry]) -> dict[str, np.nda
     permuted = {axis for order in orders for axis in order.unit_axes}
     with jax.enable_x64(True):
         points = in_gauge(symmetries, points)
-    summaries = []
+    gauges, summaries = _gauges(symmetries), []
     for s in symmetries:
         summary = _invariant(s, points)
-        if summary is not None and _is_fixed(s, _gauges(symmetries), points):
+        if summary is not None and _is_fixed(s, gauges, points):
             summary = None
         if summary is not None and not permuted.isdisjoint(s.unit_axes):
             summary = -np.sort(-summary, -1)
