@@ -231,4 +231,9 @@ def squared_norm(v: Array) -> Array:
 
 def select(condition: Array, new: PyTree, old: PyTree) -> PyTree:
     """Return one of two trees."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+    def chosen(a: Array, b: Array) -> Array:
+        # what did not change, such as a key, is not used twice
+        return a if a is b else jnp.where(condition, a, b)
+
+    return jax.tree.map(chosen, new, old)
