@@ -28,6 +28,7 @@ the model itself:
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from copy import copy
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -83,6 +84,9 @@ __all__ = ["Posterior"]
 Rows: TypeAlias = Mapping[str, Array]  # indices by plate
 Values: TypeAlias = Mapping[str, ArrayLike]  # of sites
 Key: TypeAlias = Array | int  # or a seed
+
+# Where no start between -2 and 2 has a finite density, they lie within these of 0.
+NEARER = (0.25, 0.03)
 
 
 class Posterior:
@@ -386,7 +390,8 @@ class Posterior:
         :param init_strategy: as for NumPyro's kernels.
         :param search: whether uniform values, which are cheap, must be such.
         :return: unconstrained values.
-        :raises RuntimeError: if there are none in a hundred tries.
+        :raises RuntimeError: if there are none in a hundred tries, of uniform values
+            also none nearer to 0.
 
         >>> import numpyro, numpyro.distributions as dist
         >>> posterior = Posterior(lambda: numpyro.sample("w", dist.Normal()))
@@ -420,11 +425,11 @@ class Posterior:
         self, rng_key: Array, init_strategy: Callable, with_trace: bool = False
     ) -> tuple[dict[str, Array], Sites]:
         def search(
-            rng_key: Array, args: tuple, kwargs: Kwargs
+            strategy: Callable, rng_key: Array, args: tuple, kwargs: Kwargs
         ) -> tuple[dict, PyTree, Sites]:
             posterior = self.with_data(*args)
             start, _, _, drawn = initialize_model(
-                rng_key, posterior._replay, init_strategy=init_strategy
+                rng_key, posterior._replay, init_strategy=strategy
             )
             valid = jnp.all(
                 jnp.isfinite(ravel_pytree((start.potential_energy, start.z_grad))[0])
@@ -435,12 +440,19 @@ class Posterior:
         call = self._template.call({**self.constants, **self.data})
         # NumPyro draws twice with one key
         with naming_arguments(self.model, *call), jax.debug_key_reuse(False):
-            z, valid, trace = evaluate(
-                search, rng_key, (self.data,), {}, runs_rarely=True
-            )
+            strategies = [init_strategy]
+            if init_strategy is init_to_uniform:  # an exponential is finite near 0
+                strategies += [partial(init_to_uniform, radius=r) for r in NEARER]
+            for strategy in strategies:
+                using = partial(search, strategy)
+                z, valid, trace = evaluate(
+                    using, rng_key, (self.data,), {}, runs_rarely=True
+                )
+                if isinstance(valid, jax.core.Tracer) or valid:
+                    break
             if not isinstance(valid, jax.core.Tracer) and not valid:
                 # raises, and warns of values outside of supports
-                z, _, trace = search(rng_key, (self.data,), {})
+                z, _, trace = search(init_strategy, rng_key, (self.data,), {})
         return z, trace
 
     def _trace_of(self, rng_key: Array, drawn: Sites) -> Sites:

@@ -385,6 +385,18 @@ def test_sites_of_a_sample_shape():
     np.testing.assert_allclose(*energies, rtol=1e-6)
 
 
+def test_starts_are_nearer_to_0_where_an_exponential_overflows():
+    def counts():
+        w = numpyro.sample("w", dist.Normal().expand([50]).to_event(1))
+        numpyro.sample("y", dist.Poisson(jnp.exp(1000 * w.max())), obs=1)
+
+    with pytest.raises(RuntimeError, match="initial"):
+        initialize_model(random.key(0), counts)
+    posterior = Posterior(counts)
+    z = posterior.initial(random.key(0))
+    assert np.isfinite(posterior.potential(z))
+
+
 def test_densities_end_where_distributions_leave_their_bounds():
     def model(y):
         numpyro.sample("y", dist.Poisson(numpyro.sample("w", dist.Normal())), obs=y)
