@@ -118,7 +118,7 @@ def laplace(kind, structure="full", **options):
 
 
 ROWS = [("numbers", "full"), ("numbers", "kron"), ("classes", "full")]
-ROWS += [("numbers", "low_rank"), ("counts", "full")]
+ROWS += [("counts", "full")]
 
 
 @each(("kind", "structure"), ROWS, fast=3)
