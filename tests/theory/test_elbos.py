@@ -14,6 +14,7 @@ import pytest
 from helpers import each, refused
 from jax import lax, random
 from jax.flatten_util import ravel_pytree
+from numpy.testing import assert_allclose as close
 from numpyro import handlers
 from numpyro.contrib.module import random_flax_module
 from numpyro.infer import Trace_ELBO
@@ -95,9 +96,7 @@ def same_mean(ours, theirs, rate=1e-4):
     """
     error = np.sqrt(ours.var(0) / len(ours) + theirs.var(0) / len(theirs))
     fixed, difference = error < 1e-6, ours.mean(0) - theirs.mean(0)
-    np.testing.assert_allclose(
-        difference[fixed], 0.0, atol=1e-4 * (1 + np.abs(theirs).max())
-    )
+    close(difference[fixed], 0.0, atol=1e-4 * (1 + np.abs(theirs).max()))
     z = difference[~fixed] / error[~fixed]
     return np.abs(z).max() < stats.norm.isf(rate / 2 / z.size)
 
@@ -271,7 +270,7 @@ def test_divergences_are_exact():
         losses = draws_of(TraceFlipout_ELBO(), model, guide, {"unused": 0.0}, count=5)[
             :, -1
         ]
-    np.testing.assert_allclose(losses, exact, rtol=1e-5)
+    close(losses, exact, rtol=1e-5)
 
 
 def test_divergence_from_a_prior_that_is_drawn_from_the_site():
@@ -323,7 +322,7 @@ def test_particles_are_averaged():
                 key, num_particles=4, vectorize_particles=v
             )
         )(random.key(3))
-        np.testing.assert_allclose(found, single, rtol=1e-5)
+        close(found, single, rtol=1e-5)
 
 
 def test_rows_without_input_have_finite_gradients():
@@ -422,11 +421,7 @@ def seen(elbo, terms, shapes, *args):
 
 B, K = 4, 6
 # rows with the same number share a draw
-APART, PAIRS, SHARED = (
-    (0, 1, 2, 3),
-    (0, 0, 1, 1),
-    (0, 0, 0, 0),
-)
+APART, PAIRS, SHARED = ((0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 0, 0))
 
 # Function of h = x @ w, (4, 6), whose outputs are terms, and the rows that may have
 # draws of their own.
@@ -574,7 +569,7 @@ def test_flipout_signs_of_all_rows_and_outputs_are_independent():
     assert report == dict.fromkeys(uses, FLIPOUT)
     for name, h in draw(count).items():
         signs = np.sign(h).astype(float)
-        np.testing.assert_allclose(
+        close(
             np.abs(h), np.abs(h[:, :1]).repeat(rows, 1), rtol=1e-5
         )  # one perturbation
         for flat in (signs.reshape(count, -1), signs.prod(-1)):

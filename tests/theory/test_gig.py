@@ -12,7 +12,6 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import each
 from jax import random
 from numpyro import handlers
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
@@ -104,12 +103,10 @@ class Quadrature:
         )
 
 
-@each("double", [False, True], fast=1)
-def test_draws_have_the_distribution_and_the_moments(double):
+def test_draws_have_the_distribution_and_the_moments():
     """Kolmogorov-Smirnov; mean and variance of log t within normal quantiles."""
     p, w = np.array(GRID).T
-    with jax.enable_x64(double):
-        x = log_draws(p, RATIO * w, w / RATIO)
+    x = log_draws(p, RATIO * w, w / RATIO)
     bound = stats.norm.isf(FAILURE / (4 * len(GRID)))
     p_values = []
     for column, order, width in zip(x.T, p, w, strict=True):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import group, group_names
+from numpy.testing import assert_allclose as close
 from scipy import stats
 
 from numpyro_bnn import nn, priors, to_inference_data
@@ -38,20 +39,14 @@ def test_regression_is_conditioning():
         k = np.asarray(nngp(NET, X, prior=PRIOR))
     a = k[:20, :20] + 0.09 * np.eye(20)
     mean, covariance = gp.predict(NEW)
-    np.testing.assert_allclose(
-        mean, k[20:, :20] @ np.linalg.solve(a, Y[:20]), rtol=1e-9
-    )
+    close(mean, k[20:, :20] @ np.linalg.solve(a, Y[:20]), rtol=1e-9)
     expected = k[20:, 20:] - k[20:, :20] @ np.linalg.solve(a, k[:20, 20:])
-    np.testing.assert_allclose(covariance, expected, rtol=1e-8, atol=1e-12)
-    np.testing.assert_allclose(
-        gp.predict(NEW, diagonal=True).covariance, np.diagonal(expected), rtol=1e-8
-    )
+    close(covariance, expected, rtol=1e-8, atol=1e-12)
+    close(gp.predict(NEW, diagonal=True).covariance, np.diagonal(expected), rtol=1e-8)
     joint = stats.multivariate_normal(np.zeros(20), a)
-    np.testing.assert_allclose(
-        gp.log_marginal_likelihood, joint.logpdf(Y[:20]), rtol=1e-10
-    )
+    close(gp.log_marginal_likelihood, joint.logpdf(Y[:20]), rtol=1e-10)
     density = stats.norm(mean, np.sqrt(np.diagonal(expected) + 0.09)).logpdf(Y[20:])
-    np.testing.assert_allclose(gp.log_density(NEW, Y[20:]), density, rtol=1e-8)
+    close(gp.log_density(NEW, Y[20:]), density, rtol=1e-8)
     assert gp.jitter == 0
 
 
@@ -62,12 +57,10 @@ def test_outputs_share_the_kernel_and_their_draws_have_its_moments():
     one = process()
     both = gp_regression(NET, X[:20], Y[:20, None] * [1, -2], noise_sd=0.3, prior=PRIOR)
     mean, covariance = both.predict(NEW)
-    np.testing.assert_allclose(
-        mean, one.predict(NEW).mean[:, None] * [1, -2], rtol=1e-9
-    )
+    close(mean, one.predict(NEW).mean[:, None] * [1, -2], rtol=1e-9)
     other = gp_regression(NET, X[:20], -2 * Y[:20], noise_sd=0.3, prior=PRIOR)
     total = one.log_marginal_likelihood + other.log_marginal_likelihood
-    np.testing.assert_allclose(both.log_marginal_likelihood, total, rtol=1e-10)
+    close(both.log_marginal_likelihood, total, rtol=1e-10)
     draws = both.sample(jax.random.key(1), NEW, (4000,))
     variance = np.diagonal(covariance)
     error = np.sqrt((np.outer(variance, variance) + covariance**2) / 4000)
@@ -88,7 +81,7 @@ def test_jitter_is_no_more_than_is_needed_and_is_reported():
         np.zeros(2),
         noise_sd=1e-170,
     )
-    np.testing.assert_allclose(exact.jitter, np.finfo(float).eps, rtol=1e-12)
+    close(exact.jitter, np.finfo(float).eps, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +147,9 @@ def test_empirical_kernel_is_the_product_of_jacobians():
     }
     full = sum(np.einsum("akp,blp->abkl", part, part) for part in flat.values())
     found = empirical_ntk(net, params, x, prior=PRIOR, full=True, block_size=3)
-    np.testing.assert_allclose(found, full, rtol=1e-4, atol=1e-5)
+    close(found, full, rtol=1e-4, atol=1e-5)
     mean = np.einsum("abkk->ab", full) / 3
-    np.testing.assert_allclose(
+    close(
         empirical_ntk(net, params, x, x[:2], prior=PRIOR),
         mean[:, :2],
         rtol=1e-4,
@@ -203,7 +196,7 @@ def test_scales_are_found():
             net, x, y, noise_sd=noise * found.noise_sd, prior=prior
         ).log_marginal_likelihood
 
-    np.testing.assert_allclose(evidence(), found.log_marginal_likelihood, atol=1e-6)
+    close(evidence(), found.log_marginal_likelihood, atol=1e-6)
     assert abs(found.noise_sd - 0.2) < 6 * 0.2 / 240**0.5
     for name in ("noise", "Dense_0", "Dense_1"):
         assert (
@@ -260,9 +253,7 @@ def test_results_hold_the_draws_of_the_process():
         (predicted["y_log_likelihood"], drawn, Y[20:]),
         (group(idata, "log_likelihood")["y"], at_data, Y[:20]),
     ):
-        np.testing.assert_allclose(
-            found.to_numpy()[0], stats.norm(f, 0.3).logpdf(y), rtol=1e-6
-        )
+        close(found.to_numpy()[0], stats.norm(f, 0.3).logpdf(y), rtol=1e-6)
     assert idata.attrs["algorithm"] == "GPRegression"
     assert idata.attrs["log_marginal_likelihood"] == gp.log_marginal_likelihood
 

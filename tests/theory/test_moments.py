@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import each
 from jax import lax
+from numpy.testing import assert_allclose as close
 from scipy import stats
 from scipy.integrate import quad
 
@@ -68,8 +68,8 @@ def test_two_layers_and_a_residual_block_are_exact(name, x64):
     mean = X + hidden @ w2.mean + b2.mean
     var = spread @ (w2.mean**2 + w2.var) + hidden**2 @ w2.var + b2.var
     found = jax.jit(propagate(lambda p: X + net.apply(p, X)))(random)
-    np.testing.assert_allclose(found.mean, mean, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(found.var, var, rtol=1e-6)
+    close(found.mean, mean, rtol=1e-6, atol=1e-6)
+    close(found.var, var, rtol=1e-6)
 
 
 def blocks(name):
@@ -116,9 +116,14 @@ def test_every_deep_network_has_its_documented_gap():
     }
 
 
+# Gaps grow with the spread: all networks at the large one, of each kind one at the
+# small one.
+GAPS = [(name, "1") for name in DEEP]
+GAPS += [("two residual blocks of 8", "0.2"), ("convolution, maximum pooling", "0.2")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sd", ["0.2", "1"])
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize(("name", "sd"), GAPS)
 def test_gap_of_deep_networks_is_as_documented(name, sd):
     """No theory bounds it: measured with 100,000 draws (standard error of the variance
     0.005), rounded outwards.
@@ -171,10 +176,7 @@ ALPHAS = np.concatenate(
     [[-40, -37, -30.5, -20, -10, 10, 20, 40], np.linspace(-8, 8, 65) + 0.013]
 )
 # means and variances
-AT_ENDS = (
-    [-2.0, 3.0, -1e4, 1e4, 1.0],
-    [0.0, 0.0, 1e-30, 1e-30, 1e30],
-)
+AT_ENDS = ([-2.0, 3.0, -1e4, 1e4, 1.0], [0.0, 0.0, 1e-30, 1e-30, 1e30])
 
 
 def exact_rectifier(alpha, sd):
@@ -281,26 +283,19 @@ def test_rectifier_is_accurate_in_both_tails_and_at_both_ends(dtype, relative):
     ).T
     tiny = np.finfo(dtype).tiny / np.finfo(dtype).eps
     # representable with all their digits
-    tails, known = (
-        found[:, : len(sd)],
-        expected[:2] > tiny,
-    )
-    np.testing.assert_allclose(tails[:2][known], expected[:2][known], rtol=relative)
+    tails, known = (found[:, : len(sd)], expected[:2] > tiny)
+    close(tails[:2][known], expected[:2][known], rtol=relative)
     assert (tails[:2][~known] <= 16 * tiny).all()
     # Derivatives are of size 1 at most, times the sd; in the upper tail those of the
     # variance by m are 0 to rounding.
-    np.testing.assert_allclose(
-        tails[2:], expected[2:], rtol=relative, atol=120 * np.finfo(dtype).eps
-    )
-    np.testing.assert_allclose(
+    close(tails[2:], expected[2:], rtol=relative, atol=120 * np.finfo(dtype).eps)
+    close(
         found[:2, len(sd) : -1],
         [[0, 3, 0, 1e4], [0, 0, 0, 1e-30]],
         rtol=1e-6,
         atol=1e-36,
     )
-    np.testing.assert_allclose(
-        found[[2, 5], len(sd) : -1], [[0, 1, 0, 1]] * 2, atol=1e-6
-    )
+    close(found[[2, 5], len(sd) : -1], [[0, 1, 0, 1]] * 2, atol=1e-6)
 
 
 def test_larger_of_two_known_numbers_is_exact(x64):
@@ -310,15 +305,12 @@ def test_larger_of_two_known_numbers_is_exact(x64):
         return jax.jit(propagate(jnp.maximum))(Gaussian(mean, np.zeros(2)), other)
 
     found = larger(np.array([1.0, 2.0]))
-    np.testing.assert_allclose(np.array(found), [[3, 2], [0, 0]])
-    np.testing.assert_allclose(
-        jax.grad(lambda m: larger(m).mean.sum())(np.array([1.0, 2.0])), [0, 0.5]
-    )
+    close(np.array(found), [[3, 2], [0, 0]])
+    close(jax.grad(lambda m: larger(m).mean.sum())(np.array([1.0, 2.0])), [0, 0.5])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@each("fn", [jnp.tanh, jax.nn.elu, jnp.exp], fast=1)
-def test_moments_and_gradients_hold_down_to_zero_variance(fn, dtype):
+def test_moments_and_gradients_hold_down_to_zero_variance(dtype):
     """To first order in v: E f = f + f'' v / 2 and Var f = f'^2 v, also where sqrt(v)
     is below rounding.
     """
@@ -326,18 +318,16 @@ def test_moments_and_gradients_hold_down_to_zero_variance(fn, dtype):
     with jax.enable_x64(dtype == "float64"):
         mean = jnp.asarray(np.repeat(points, 4), dtype)
         var = jnp.asarray(np.tile(variances, 2), dtype)
-        found = moments_and_gradients(fn, mean, var)
+        found = moments_and_gradients(jnp.tanh, mean, var)
         value, slope, bend = (
             np.asarray(jax.vmap(f)(mean), float)
-            for f in (fn, jax.grad(fn), jax.grad(jax.grad(fn)))
+            for f in (jnp.tanh, jax.grad(jnp.tanh), jax.grad(jax.grad(jnp.tanh)))
         )
-    np.testing.assert_allclose(found[0], value, rtol=1e-4)
-    np.testing.assert_allclose(
-        found[1], slope**2 * np.asarray(var), rtol=2e-4, atol=1e-36
-    )
-    np.testing.assert_allclose(found[2], slope, rtol=1e-3)
-    np.testing.assert_allclose(found[3], bend / 2, rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(found[5], slope**2, rtol=1e-3, atol=1e-7)
+    close(found[0], value, rtol=1e-4)
+    close(found[1], slope**2 * np.asarray(var), rtol=2e-4, atol=1e-36)
+    close(found[2], slope, rtol=1e-3)
+    close(found[3], bend / 2, rtol=1e-3, atol=1e-3)
+    close(found[5], slope**2, rtol=1e-3, atol=1e-7)
 
 
 # -- transformations of JAX ------------------------------------------------------------
@@ -372,16 +362,16 @@ def test_jit_vmap_and_precision_change_nothing_and_gradients_are_right(x64):
 
     *moments, slope = everything(random, RANDOM_X)
     for found in moments:
-        np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-12)
+        close(np.array(found), np.array(expected), rtol=1e-12)
     up, down = (total(step, random) for step in (1e-5, -1e-5))
-    np.testing.assert_allclose(slope, (up - down) / 2e-5, rtol=1e-7)
+    close(slope, (up - down) / 2e-5, rtol=1e-7)
     with jax.enable_x64(False):
         single = jax.jit(propagate(apply))(
             weights(np.float32), jax.tree.map(np.float32, RANDOM_X)
         )
     assert single.mean.dtype == single.var.dtype == "float32"
-    np.testing.assert_allclose(single.mean, expected.mean, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(single.var, expected.var, rtol=1e-5)
+    close(single.mean, expected.mean, rtol=1e-5, atol=1e-6)
+    close(single.var, expected.var, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -401,7 +391,7 @@ def test_large_arrays_have_the_moments_of_small_ones(x64):
     for found, expected in zip(
         jax.tree.leaves(large), jax.tree.leaves(small), strict=True
     ):
-        np.testing.assert_allclose(found[-6:], expected, rtol=1e-8, atol=1e-10)
+        close(found[-6:], expected, rtol=1e-8, atol=1e-10)
 
 
 @jax.custom_vjp
@@ -423,7 +413,7 @@ def test_calls_are_descended_into(wrap):
     for found, expected in zip(
         propagate(wrap(fn))(RANDOM_X), propagate(fn)(RANDOM_X), strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        close(found, expected, rtol=1e-6)
 
 
 def test_functions_of_one_variable_are_not_products_of_two(x64):
@@ -431,10 +421,8 @@ def test_functions_of_one_variable_are_not_products_of_two(x64):
     gate = jax.jit(jax.nn.sigmoid)
     found = propagate(lambda x: x * gate(x) + x - x)(RANDOM_X)
     for moment, expected in zip(found, propagate(jax.nn.silu)(RANDOM_X), strict=True):
-        np.testing.assert_allclose(moment, expected, rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(
-        propagate(lambda x: 3 * x - (x + x))(RANDOM_X).var, RANDOM_X.var, rtol=1e-12
-    )
+        close(moment, expected, rtol=1e-6, atol=1e-9)
+    close(propagate(lambda x: 3 * x - (x + x))(RANDOM_X).var, RANDOM_X.var, rtol=1e-12)
 
 
 def test_outputs_keep_the_tree_and_plain_values_stay_plain():
@@ -451,7 +439,7 @@ def test_outputs_keep_the_tree_and_plain_values_stay_plain():
     )
     assert out["random"].mean.tolist() == [3, 3]
     assert out["random"].var.tolist() == [4, 4]
-    np.testing.assert_allclose(out["plain"], np.sin(1.0), rtol=1e-6)
+    close(out["plain"], np.sin(1.0), rtol=1e-6)
     assert [int(np.sum(leaf)) for leaf in out["both"]] == [4, 2, 3]
     assert propagate(lambda x: x + 1)(1.0) == 2  # nothing is random
 

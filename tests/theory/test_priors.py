@@ -17,6 +17,7 @@ import pytest
 import scipy.special
 import scipy.stats
 from helpers import within_errors
+from numpy.testing import assert_allclose as close
 from numpyro import handlers
 from numpyro.infer.util import log_density
 from sklearn.gaussian_process.kernels import RBF, Matern
@@ -75,7 +76,7 @@ def test_density_of_a_weight_is_the_closed_form(name):
     prior, (parameter, shape), log_density_of = CLOSED[name]
     w = np.linspace(-3.0, 3.0, 12)
     fn = prior(parameter, shape)
-    np.testing.assert_allclose(fn.log_prob(w), log_density_of(w), rtol=1e-4, atol=1e-5)
+    close(fn.log_prob(w), log_density_of(w), rtol=1e-4, atol=1e-5)
 
 
 # Those with hyper-sites: the marginal distribution of one weight, with which the given
@@ -168,7 +169,7 @@ def test_group_student_is_the_integral_over_its_precision():
     expected = scipy.stats.multivariate_t(np.zeros(6), 0.25 * np.eye(6), df=df).logpdf(
         w.reshape(4, 6)
     )
-    np.testing.assert_allclose(fn.log_prob(w), expected, rtol=1e-5)
+    close(fn.log_prob(w), expected, rtol=1e-5)
 
     @jax.jit
     def run(key):
@@ -222,7 +223,7 @@ def test_horseshoe_density_is_the_closed_form(x64):
     w = np.array([1e-8, 1e-6, 1e-4, 1e-2, 0.1, 1.0, 5.0, 20.0])
     exact = np.exp(w**2 / 2) * scipy.special.exp1(w**2 / 2) / np.sqrt(2 * np.pi**3)
     # The prior of tau itself is a constant at tau = 1: the half-Cauchy density 1 / pi.
-    np.testing.assert_allclose(np.asarray(marginal(w)) * np.pi, exact, rtol=1e-8)
+    close(np.asarray(marginal(w)) * np.pi, exact, rtol=1e-8)
 
 
 def test_regularized_horseshoe_between_its_limits():
@@ -262,7 +263,7 @@ def test_regularized_horseshoe_between_its_limits():
         tau, local, slab
     )
     root, plain = slab.astype(float) ** 0.5, tau.astype(float) * local
-    np.testing.assert_allclose(values, root * plain / np.hypot(root, plain), rtol=1e-6)
+    close(values, root * plain / np.hypot(root, plain), rtol=1e-6)
     assert all(np.isfinite(gradient).all() for gradient in gradients)
 
 
@@ -304,7 +305,7 @@ def test_density_of_filters_is_normal_with_the_covariance_of_scikit_learn(
             fn = priors.GPFilters(*scales, covariance, jitter=0.5, centered=True)(
                 "c.kernel", w.shape
             )
-        np.testing.assert_allclose(fn.log_prob(w), expected, rtol=1e-10)
+        close(fn.log_prob(w), expected, rtol=1e-10)
 
 
 def test_draws_of_filters_have_that_covariance_over_channels():
