@@ -63,9 +63,7 @@ def published_model(x, y=None, sizes=()):
 
 
 def test_agrees_with_the_published_equations():
-    """Step for step on two hidden layers: means, variances, both Gammas and the
-    evidence; so each tests the other.
-    """
+    """Step for step: means, variances, both Gammas and the evidence."""
     sizes, num_epochs, random = (3, 7, 5, 1), 2, np.random.default_rng(1)
     x = random.normal(size=(60, 3))
     y = np.sin(x[:, 0]) + 0.3 * x[:, 1] ** 2
@@ -171,11 +169,7 @@ def test_a_site_may_have_the_name_of_a_parameter():
 
 @each("scaled", [True, False], fast=1)
 def test_every_epoch_counts_the_rows_once(scaled):
-    """A normal mean with noise of known sd, where the average factor of the rows is
-    that of each: after any number of epochs the posterior is exact.
-
-    A learned scale has the prior factor to which the rows are added.
-    """
+    """Of equal factors the posterior of a normal mean is exact after any epochs."""
     y = 1.0 + 0.5 * np.resize([-1.0, 1.0], 20)
 
     def model(x, y=None):
@@ -193,9 +187,7 @@ def test_every_epoch_counts_the_rows_once(scaled):
 
 
 def test_noise_is_not_learned_as_classes():
-    """Classes without signal, 12 columns: new rows cost about what guesses do, and the
-    last loss tells what they cost.
-    """
+    """New rows cost about what guesses do, and the last loss tells that."""
     random = np.random.default_rng(5)
     x, y = random.normal(size=(120, 12)), random.integers(3, size=120)
 
@@ -217,11 +209,7 @@ def test_noise_is_not_learned_as_classes():
 
 
 def filtered(x, y, likelihood):
-    """Assumed density filtering of a linear model with standard normal weights; every
-    integral on 20,001 points.
-
-    Some rows move their predictor by more than 12 sd.
-    """
+    """Filtering of a linear model; every integral on 20,001 points within 100 sd."""
     mean, var, evidence = np.zeros(x.shape[1]), np.ones(x.shape[1]), 0.0
     with jax.enable_x64(True):
         log_p = jax.jit(lambda f, y: likelihood(f).log_prob(y))
@@ -260,9 +248,7 @@ LIKELIHOODS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_likelihoods_match_exact_filtering(name):
-    """60 rows; with 64 fixed nodes the log evidence was wrong by 1.1 to 20, and 2 to 90
-    % of the updates refused.
-    """
+    """Fixed nodes were off by 1 to 20 nats, and refused up to 90 % of updates."""
     likelihood, scale, tolerance = LIKELIHOODS[name]
     x = np.random.default_rng(0).normal(size=(60, 3)) * scale
     y = np.asarray(likelihood(x @ np.array([0.8, -1.9, 0.5])).sample(jax.random.key(0)))
@@ -285,9 +271,7 @@ def narrow(f):
 
 @pytest.mark.filterwarnings("ignore:AutoADF refused")
 def test_data_that_contradict_the_model_are_refused():
-    """y ~ Laplace(w, 0.01), 40 and 60 prior sd from the mean: beyond 50 of them the
-    weight stays as it was.
-    """
+    """Observations 40 and 60 prior sd away: beyond 50 the weight stays."""
     near, far = (
         learn(
             linear_model,
@@ -306,9 +290,7 @@ def test_data_that_contradict_the_model_are_refused():
 
 
 def test_what_the_panels_do_not_resolve_is_refused_and_reported():
-    """A likelihood that oscillates 200 times per unit of the predictor; rows without
-    information are absorbed.
-    """
+    """200 oscillations per unit; rows without information are absorbed."""
 
     class Wave(dist.Normal):
         def log_prob(self, value):
@@ -360,9 +342,7 @@ def test_two_classes_are_exact(x64):
 
 @pytest.mark.slow
 def test_variance_of_class_probabilities():
-    """Logits of small variances: the linearization is off by their order, 0.02. By
-    quadrature over all logits.
-    """
+    """By quadrature over logits of small variances, the order of the error."""
     random, classes = np.random.default_rng(3), 3
     mean, var = random.normal(size=classes), random.uniform(0.005, 0.02, classes)
     node, weight = np.polynomial.hermite_e.hermegauss(12)
@@ -570,9 +550,7 @@ def test_masked_rows_do_not_count(name):
 )
 @pytest.mark.slow
 def test_masked_outputs_of_one_row(event):
-    """Two outputs per row with their own weights: a mask inside ``to_event`` hides
-    outputs, outside whole rows.
-    """
+    """A mask inside ``to_event`` hides outputs, outside whole rows."""
     y = np.array([[1.0, 50.0], [2.0, 3.0]])
     mask = np.array([True, False]) if event else np.array([[True, False], [True, True]])
 
@@ -594,9 +572,7 @@ def test_masked_outputs_of_one_row(event):
 
 
 def test_rows_are_visited_in_a_random_order():
-    """Each of 12 results is that of one of the six orders of three rows, and at least
-    three are met: weights taken as independent have a result for each order.
-    """
+    """12 results are those of at least three of the six orders of three rows."""
     x, y = np.random.default_rng(0).normal(size=(3, 3)), np.array([0.1, -0.4, 0.8])
     orders = np.resize(list(permutations(range(3))), (12, 1, 3))
     keys = jax.random.split(jax.random.key(0), 12)

@@ -38,9 +38,7 @@ def of_network(net, input_shape, spread=0.1, num_draws=100):
 
 
 def test_signs_and_order_are_decided_together():
-    """Against all 3! 2^3 elements of the group: no other has a larger inner product
-    with the reference.
-    """
+    """No other of 3! 2^3 elements has a larger product with the reference."""
     rng = np.random.default_rng(0)
     draws = {"w": rng.normal(size=(1, 20, 2, 3)), "v": rng.normal(size=(1, 20, 3, 1))}
     reference = {"w": rng.normal(size=(2, 3)), "v": rng.normal(size=(3, 1))}
@@ -64,9 +62,7 @@ def test_signs_and_order_are_decided_together():
 
 
 def test_draws_agree_with_their_mean():
-    """No flip or order of a single draw is closer to the mean of the canonical draws,
-    however wide they scatter.
-    """
+    """No flip or order of a single draw is closer to the mean of all."""
     rng = np.random.default_rng(3)
     center = {"w": rng.normal(size=(2, 3)), "v": rng.normal(size=(3, 2))}
     draws = {
@@ -81,9 +77,7 @@ def test_draws_agree_with_their_mean():
 
 
 def test_the_first_reference_is_a_typical_draw_with_its_units_in_order():
-    """Norms of its units fall and sums of cubes are positive; an outlier with another
-    order decides nothing.
-    """
+    """Norms fall, sums of cubes are positive; an outlier decides nothing."""
     w = np.diag([1.0, 2.0, 3.0])
     draws = np.stack([[w, w, w, np.diag([1000.0, 100.0, 1.0])]])
     placed = canonical({"w": draws[..., [1, 0, 2]]}, [Permutation([("w", 1)])])
@@ -92,9 +86,7 @@ def test_the_first_reference_is_a_typical_draw_with_its_units_in_order():
 
 
 def test_canonical_draws_have_norms_and_means_of_their_gauges():
-    """Norms of the square root of d, means of 0; zero weights stay; hyper-parameters
-    and other sites stay.
-    """
+    """Norms sqrt(d), means 0; zero weights, hyper-parameters and others stay."""
     rng = np.random.default_rng(0)
     shapes = {"w": (4, 5), "b": (5,), "v": (5, 2)}
     draws = {site: rng.normal(size=(2, 3, *shape)) for site, shape in shapes.items()}
@@ -130,9 +122,7 @@ def test_scales_are_fixed_in_the_order_of_the_layers():
 
 
 def test_draws_of_mcmc_and_of_a_file_keep_their_form():
-    """A non-centered network in single precision: bases and scales stay; ArviZ names
-    and arrays give the same.
-    """
+    """Non-centered, in single precision; from arrays and by ArviZ names."""
     symmetries, draws = of_network(nn.MLP([3, 1], "tanh"), (2,), num_draws=20)
     draws = {site: jnp.asarray(v, jnp.float32) for site, v in draws.items()}
     draws |= {

@@ -24,9 +24,7 @@ Y = _RNG.normal(size=7).astype(np.float32)
 
 
 def drawn_at(collapsed, values, number=4000):
-    """Many draws of the linear sites at nearly the same values of the others, whose
-    bits give the random numbers.
-    """
+    """Draws of linear sites at nearly equal values of others: other random numbers."""
 
     def draw(tick):
         at = {name: value * tick for name, value in values.items()}
@@ -47,9 +45,7 @@ def drawn_at(collapsed, values, number=4000):
 
 
 def assert_normal(draws, mean, covariance):
-    """Draws (S, P) are from that normal distribution: every whitened coordinate, their
-    radius, their products.
-    """
+    """Draws (S, P) are of that normal: coordinates, radius and products, whitened."""
     white = np.linalg.solve(np.linalg.cholesky(covariance), (draws - mean).T)
     tests = [scipy.stats.kstest(row, "norm").pvalue for row in white]
     tests.append(
@@ -147,9 +143,7 @@ def heads(shared):
 
 
 def hierarchy(hidden):
-    """Locations with a location; several data sites, masked and scaled; signs in affine
-    transforms.
-    """
+    """Locations of locations; data sites masked and scaled; signs of transforms."""
     x, mask = INPUTS[:, 0], np.arange(N) % 4 > 0
     y = np.where(mask, np.sin(x), hidden).astype(np.float32)
 
@@ -250,9 +244,7 @@ FAST_MAPS = {"outputs", "hierarchy", "integers"}
 
 @each("name", MAPS, fast=FAST_MAPS)
 def test_every_linear_map_is_integrated_and_drawn(name):
-    """The log joint density of NumPyro is quadratic in the linear sites: two
-    derivatives give all of it.
-    """
+    """The log joint is quadratic in linear sites: two derivatives give all."""
     model, sites, *plain = MAPS[name]
     traced = handlers.trace(handlers.seed(model, 3)).get_trace()
     latent = {
@@ -299,9 +291,7 @@ def test_every_linear_map_is_integrated_and_drawn(name):
 
 @pytest.mark.parametrize(("n", "p", "orders"), [(12, 4, 12), (4, 12, 8)])
 def test_prior_scales_of_many_orders_of_magnitude(n, p, orders):
-    """Squares of such a condition number do not fit into single precision; exact in
-    float64, by singular values.
-    """
+    """Their squares do not fit into float32; exact by singular values."""
     rng = np.random.default_rng(n)
     sd = (10.0 ** np.linspace(-orders / 2, orders / 2, p)).astype(np.float32)
     x, y = (rng.normal(size=size).astype(np.float32) for size in ((n, p), n))

@@ -91,9 +91,7 @@ def draws_of(elbo, model, guide, params, args=(), count=COUNT, seed=0):
 
 
 def same_mean(ours, theirs, rate=1e-4):
-    """Whether all columns have the same mean, with this failure rate; those without
-    variance have to agree.
-    """
+    """Equal means of all columns, at this rate; of those without variance exactly."""
     error = np.sqrt(ours.var(0) / len(ours) + theirs.var(0) / len(theirs))
     fixed, difference = error < 1e-6, ours.mean(0) - theirs.mean(0)
     close(difference[fixed], 0.0, atol=1e-4 * (1 + np.abs(theirs).max()))
@@ -233,9 +231,7 @@ def test_report_gives_the_reason_for_every_plain_site():
 
 
 def test_divergences_are_exact():
-    """Without a likelihood the loss is KL(q || p): known, and without variance, with
-    expanded sites and scales.
-    """
+    """Without a likelihood the loss is KL(q || p), and has no variance."""
 
     def model():
         numpyro.sample("event", dist.Normal(0.5, 2.0).expand([3, 2]).to_event(2))
@@ -494,9 +490,7 @@ FUNCTIONS = {
 
 @cache
 def rows_of_functions():
-    """How each function's weight is drawn, and the product of equal inputs with it as
-    each row sees it, (4, 6).
-    """
+    """How each weight is drawn, and its product with equal inputs, (4, 6)."""
 
     def terms(name, w, x):
         h = x @ w

@@ -154,11 +154,7 @@ def test_blocks_share_flows_and_the_rest_is_mean_field():
 
 
 def test_neutra_density_is_that_of_the_model():
-    """What NUTS sees behind the flow is the model's density at the mapped point times
-    |det|.
-
-    One block with a flow, the rest by mean field.
-    """
+    """What NUTS sees is the density at the mapped point times |det|."""
     guide = guides.AutoCoupling(SPREAD.model, "w", num_flows=2, hidden=(3,))
     params = away_from_start(started(guide, *SPREAD.args))
     neutra = NeuTraReparam(guide, params)

@@ -48,9 +48,7 @@ def levels(batch_size=None):
 
 @pytest.mark.slow
 def test_a_guide_that_follows_its_scales_contains_them_all():
-    """At location 0 and scale 1 it is the model itself: every weight is 1, the loss of
-    a minibatch 0.
-    """
+    """At location 0 and scale 1 it is the model: every weight is 1."""
     guide = guides.AutoBlocks(
         levels, {"w": guides.FullRank()}, condition_on_scales=True
     )

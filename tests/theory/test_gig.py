@@ -61,9 +61,7 @@ def log_draws(p, a, b, prior=dist.Gamma):
 
 
 class Quadrature:
-    """Distribution function of x = log t by the trapezoid rule, spectrally accurate for
-    so smooth a density.
-    """
+    """Distribution function of x = log t by the trapezoid rule."""
 
     def __init__(self, p, a, b):
         root = np.hypot(p, np.sqrt(a * b))
@@ -124,9 +122,7 @@ def test_draws_have_the_distribution_and_the_moments():
 
 @pytest.mark.slow
 def test_gamma_and_inverse_gamma_limits():
-    """b = 0 or a = 0; a precision and the variance that is its inverse get reciprocal
-    draws from one key.
-    """
+    """b = 0 or a = 0, whose draws from one key are reciprocal."""
     p = np.array([0.5, 1.0, 7.5, 300.0])
     x = log_draws(p, 3.0, 0.0)
     for order, column in zip(p, x.T, strict=False):

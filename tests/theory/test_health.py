@@ -376,9 +376,7 @@ def test_what_a_linear_model_explains_is_that_of_refits_without_each_row(classes
 
 
 def test_inputs_without_a_line_are_not_compared():
-    """Where a linear model explains nothing, neither need a network; targets that do
-    not vary leave nothing to explain.
-    """
+    """Nor are targets that do not vary."""
     made = Made()
     made.y = made.rng.normal(size=N)
     made.f = 0.0 * made.f + 0.01 * made.rng.normal(size=made.f.shape)
@@ -719,9 +717,7 @@ GUIDES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDES)
 def test_healthy_fits_are_silent(name):
-    """A linear model: small correlations apart the guides hold its posterior. More
-    epochs of ADF count rows twice.
-    """
+    """Of a linear model; more epochs of ADF would count rows twice."""
     guide = GUIDES[name](fixed)
     adf = {"num_epochs": 1, "progress_bar": False}
     result = (

@@ -93,9 +93,7 @@ def test_derivatives_hold_where_inputs_meet(name, x64):
 
 
 def test_arc_cosine_kernels(x64):
-    """Cho & Saul (2009), equations (3) and (6), orders 0 and 1; theirs are twice the
-    expectations of relu.
-    """
+    """Cho & Saul (2009), (3) and (6), orders 0 and 1: twice those of relu."""
     angles = np.array([0.0, 0.3, np.pi / 2, 2.5, np.pi])
     x = np.array([[2.0, 0.0], *(3.0 * np.stack([np.cos(angles), np.sin(angles)], 1))])
     net = nn.Sequential(
@@ -128,9 +126,7 @@ def test_arcsine_kernel(x64):
 
 
 def test_linear_networks_with_a_shortcut(x64):
-    """K -> K + 1 and T -> T + K + 1 in each layer of unit variances; a shortcut adds
-    both once more, and `Flatten` nothing.
-    """
+    """K -> K + 1, T -> T + K + 1 a layer; a shortcut adds both once more."""
     x = data()
     layers = [nn.Flatten(2), nn.Dense(8), nn.Flatten(1), residual(nn.Dense(8))]
     net = nn.Sequential([*layers, nn.Dense(1)])

@@ -51,9 +51,7 @@ def test_regression_is_conditioning():
 
 
 def test_outputs_share_the_kernel_and_their_draws_have_its_moments():
-    """A second output is the first, times -2. Six standard errors of 4000 draws, for
-    means and second moments.
-    """
+    """The second is -2 times the first; six standard errors of 4000 draws."""
     one = process()
     both = gp_regression(NET, X[:20], Y[:20, None] * [1, -2], noise_sd=0.3, prior=PRIOR)
     mean, covariance = both.predict(NEW)
@@ -163,9 +161,7 @@ def test_empirical_kernel_is_the_product_of_jacobians():
 
 
 def test_scales_are_found():
-    """Targets drawn from the process: the evidence is at least that of the truth, and
-    no direction improves it.
-    """
+    """The evidence is at least that of the truth; no direction improves it."""
     rng, net = np.random.default_rng(1), nn.MLP([8, 1], "erf")
     x = rng.normal(size=(60, 2))
     truth = {
@@ -206,9 +202,7 @@ def test_scales_are_found():
 
 
 def test_a_strong_prior_holds_the_scales_and_leaves_the_noise():
-    """Scales stay within 0.01 of the start of their logarithms; the noise, begun at 3,
-    is the best given them.
-    """
+    """Scales stay within 0.01; the noise, begun at 3, is the best."""
     found = prior_fit(NET, X[:20], Y[:20], prior=PRIOR, noise_sd=3.0, log_sd=1e-3)
     for name in ("Dense_0.kernel", "Dense_1.kernel"):
         assert abs(np.log(found.scales[name] / PRIOR.scale)) < 0.01

@@ -62,9 +62,7 @@ def overdamped(schedule, steps, preconditioner=1.0):
 
 
 def underdamped(eps, decay, steps):
-    """Covariance of the position after many steps of SGHMC; the last gradient of a step
-    is the next one's first.
-    """
+    """Covariance after many steps of SGHMC, which share gradients."""
     h, eye, zero = eps**0.5, np.eye(P), np.zeros((P, P))
     a = 1 - decay
     noise = (1 - a**2) * T
@@ -188,9 +186,7 @@ def test_temperature_band_is_the_one_of_chi_squared(size, level):
 
 @pytest.mark.optimized
 def test_a_positive_site_at_another_temperature():
-    """Mean and variance of its log, by quadrature, within 5 MCSE: failure rate 6e-7
-    each; the acceptance of MALA.
-    """
+    """Mean and variance of its log by quadrature; the acceptance of MALA."""
     observed, temperature = np.array([1.5, -2.5]), 0.4
 
     def model():
@@ -224,9 +220,7 @@ PARTICLE_SD = 1.5
 
 
 def by_particles(y, batch_size=None):
-    """Data with noise of variance 1 + PARTICLE_SD^2, whose likelihood is estimated
-    without bias from one draw of a part of the noise.
-    """
+    """Noise of variance 1 + PARTICLE_SD^2, a part of which is one draw."""
     w = numpyro.sample("w", dist.Normal())
     with numpyro.plate("data", len(y), subsample_size=batch_size) as i:
         particle = PARTICLE_SD * jax.random.normal(numpyro.prng_key(), y[i].shape)
@@ -235,9 +229,7 @@ def by_particles(y, batch_size=None):
 
 @pytest.mark.slow
 def test_unbiased_likelihoods_have_the_bias_of_their_logarithm():
-    """Kernels and guides follow the mean of the log of the estimate, by Jensen's
-    inequality below the log of its mean: here the posterior of noise of variance 1.
-    """
+    """By Jensen's inequality: the posterior of noise of variance 1."""
     y = jnp.asarray(Y[:12] + 2.0)
     mean = float(y.sum() / (1 + len(y)))
     exact = float(y.sum() / (1 + PARTICLE_SD**2 + len(y)))

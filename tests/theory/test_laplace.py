@@ -44,9 +44,7 @@ def data_of(name):
 
 
 def run(model, structure, args, mode=None, rank=50, **settings):
-    """A guide and its result, at a given point if there is one: without a search little
-    is compiled.
-    """
+    """A guide and its result, at a given point if there is one."""
     guide = guides.AutoLaplace(model, structure, rank=rank)
     settings |= {"num_epochs": 0, "init_params": mode} if mode else {}
     return guide, guide.run(jax.random.key(0), *args, progress_bar=False, **settings)
@@ -59,9 +57,7 @@ def searched(name):
 
 @cache
 def placed(name, structure="full", rank=50):
-    """Guide and result at a point of our choice, and that point: what holds at the mode
-    holds at every point.
-    """
+    """Guide and result at a point of our choice, and that point."""
     random = np.random.default_rng(5)
     point = {
         site: 0.5 * random.normal(size=shape)
@@ -71,9 +67,7 @@ def placed(name, structure="full", rank=50):
 
 
 def covariance(guide, params, *args, **kwargs):
-    """(P, P) of the weights in the order of their names, by the curvature of the
-    density of the guide.
-    """
+    """(P, P) by the curvature of the density of the guide; names in order."""
 
     def trace_at(values):
         guide_at = handlers.substitute(guide, data={**params, **values})
@@ -115,11 +109,7 @@ def covariance(guide, params, *args, **kwargs):
 @pytest.mark.core
 @pytest.mark.parametrize(("name", "structure"), [("line", "full"), ("masked", "kron")])
 def test_linear_regression_is_exact(name, structure):
-    """Posterior, evidence and predictions; ``w`` is a layer of one output, so that kron
-    is exact too.
-
-    Rows that are masked do not count, in neither factor.
-    """
+    """Posterior, evidence, predictions; kron too, whose layer has one output."""
     entry = ZOO[name]
     mean, sd = entry.exact.mean["w"], entry.exact.sd["w"]
     guide, fit = (
@@ -148,9 +138,7 @@ def test_linear_regression_is_exact(name, structure):
 
 
 def information(name, point):
-    """Minus the Hessian of log p(y, w) of a linear model with a canonical link, by
-    hand, (2 K, 2 K).
-    """
+    """Minus the Hessian of log p(y, w) with a canonical link, (2 K, 2 K)."""
     x, w = np.asarray(X, float), point["w"]
     f = (x @ w).reshape(N, -1)
     if name == "softmax":
@@ -166,9 +154,7 @@ def information(name, point):
 
 
 def test_canonical_links_give_the_hessian():
-    """The Gauss-Newton matrix of a linear model with a canonical link is the Hessian of
-    the log density.
-    """
+    """The Gauss-Newton matrix of a linear model is the Hessian."""
     guide, fit, point = placed("softmax")
     new, hessian = np.asarray(NEW_X, float), information("softmax", point)
     cov = np.linalg.inv(hessian).reshape(2, hessian.shape[0] // 2, 2, -1)
@@ -246,9 +232,7 @@ def test_draws_from_parameters_vary_also_around_given_weights():
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_draws_and_quantiles_have_the_density_of_the_guide(structure):
-    """Also when gradient steps have moved its parameters; five standard errors of
-    20,000 draws.
-    """
+    """Also of moved parameters; five standard errors of 20,000 draws."""
     guide, fit, point = placed("noisy network", structure, 1000)
     random = np.random.default_rng(3)
     params = {
@@ -340,9 +324,7 @@ def test_predictions_of_classes():
 
 
 def test_predictions_of_counts():
-    """Mean and variance of a count whose log rate is normal, against
-    their integrals.
-    """
+    """Of a normal log rate, against integrals."""
     new = np.asarray(NEW_X, float)
     guide, fit, mean, sd = linear_predictor("counts", new)
     first, second = (
@@ -401,9 +383,7 @@ def test_densities_follow_the_covariance_of_location_and_scale():
 
 @pytest.mark.core
 def test_results_reach_arviz_and_the_evidence_and_survive_pickling():
-    """The guide is the posterior of the line: every draw has the same weight, which is
-    the evidence.
-    """
+    """The guide is the posterior: each draw weighs the evidence."""
     guide, fit = searched("line")
     args = data_of("line")
     idata = bnn.to_inference_data(

@@ -22,9 +22,7 @@ RANDOM = 3  # seed of all data
 
 
 def exact(design, targets):
-    """Mean, covariance, and log evidence of weights N(0, I) by rows (N, P) with noise
-    of a known sd.
-    """
+    """Mean, covariance and evidence of weights N(0, I) by rows (N, P)."""
     covariance = np.linalg.inv(design.T @ design / NOISE**2 + np.eye(design.shape[1]))
     marginal = design @ design.T + NOISE**2 * np.eye(len(design))
     evidence = stats.multivariate_normal(np.zeros(len(design)), marginal).logpdf(
@@ -49,9 +47,7 @@ OUT, SCALE = np.array([1.0, -0.5, 2.0]), 1.5
 
 
 def time_major(x, y=None, batch_size=None):
-    """Sums over time of a dense layer whose inputs are (T, N, 2), as recurrent layers
-    take them; its weights are scaled. The site "b" is no matrix of a layer.
-    """
+    """Sums over time of a layer of (T, N, 2); the site "b" is no matrix of it."""
     w, b = SCALE * weights("w", 2, 3), weights("b")
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
         hidden = jnp.swapaxes(x[i], 0, 1) @ w
@@ -73,9 +69,7 @@ def mode_of_time(mean):
 @each("batch_size", [None, 1, 3], fast=[3])
 @each("length", [2, 3, 7], fast=1)
 def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
-    """Chunks of 3, 2 and 2 rows at 2 times, as many times as rows, new rows as many as
-    times, and one by one.
-    """
+    """As many times as rows, new rows as many as times, and one by one."""
     random = np.random.default_rng(RANDOM)
     x, y, new = (
         random.normal(size=(7, length, 2)),
@@ -97,9 +91,7 @@ def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
 
 @each("batch_size", [3, None], fast=1)
 def test_factors_of_time_major_layers(batch_size):
-    """Inputs of all rows and times, gradients of them all, as the definition of the
-    factors says.
-    """
+    """Of all rows and times, as the definition of the factors says."""
     random = np.random.default_rng(RANDOM)
     x, y = random.normal(size=(7, 3, 2)), random.normal(size=7)
     mean, _, _ = exact(design_of_time(x), y)
@@ -120,9 +112,7 @@ def test_factors_of_time_major_layers(batch_size):
 
 @pytest.mark.parametrize("centered", [False, True])
 def test_predictions_by_a_kronecker_product(centered):
-    """Of weights that are scaled input by input, with covariances between outputs; also
-    where new rows influence one another, whose Jacobian is no product.
-    """
+    """Scaled by input; also where new rows influence one another."""
     scale, noise = np.array([0.5, 2.0, 1.0]), np.array([0.5, 0.2])
     last = np.array([[1.0, 1.0], [0.5, -1.0]])
 
@@ -148,9 +138,7 @@ def test_predictions_by_a_kronecker_product(centered):
 
 @pytest.mark.slow
 def test_a_recurrent_layer_in_minibatches():
-    """Rows that are carried through a loop over time do not mix; the state before the
-    last time is damped.
-    """
+    """Rows in a loop over time do not mix."""
 
     def recurrent(x, y=None, batch_size=None):
         w = weights("w", 2)
@@ -174,9 +162,7 @@ def test_a_recurrent_layer_in_minibatches():
 
 
 def test_crossed_plates_and_sites_of_other_rows():
-    """Rows and columns of a table, as many as each other, and rows of another
-    measurement of the same weights.
-    """
+    """Rows and columns of a table, and rows of another measurement."""
 
     def model(x, z, extra, y=None, more=None):
         a, b = weights("a", 2), weights("b", 2)
@@ -216,9 +202,7 @@ def test_rows_that_influence_one_another_are_refused_in_every_chunk():
 
 
 class Normalized(nnx.Module):
-    """Batch normalization of Flax, whose statistics are state that the model changes,
-    or constants.
-    """
+    """Batch normalization of Flax: its statistics are state, or constants."""
 
     def __init__(self, constant):
         rngs = nnx.Rngs(0)

@@ -40,9 +40,7 @@ def smooth():
 
 
 def network(x, y=None, unit=jnp.tanh, noise=0.01, w=1.0, v=1.0):
-    """With little noise the posterior is in a narrow curved valley, and its mode hard
-    to find.
-    """
+    """With little noise the mode is in a narrow curved valley."""
     first = numpyro.sample("w", dist.Normal(0.0, w).expand([2, 4]).to_event(2))
     last = numpyro.sample("v", dist.Normal(0.0, v).expand([4]).to_event(1))
     with numpyro.plate("data", x.shape[0]):
@@ -51,9 +49,7 @@ def network(x, y=None, unit=jnp.tanh, noise=0.01, w=1.0, v=1.0):
 
 @pytest.mark.slow
 def test_a_dense_precision_finds_the_mode():
-    """Twenty steps of L-BFGS are far from it; the damped steps of Newton that follow
-    are not, and only go down.
-    """
+    """Twenty steps of L-BFGS are far from it, those of Newton are not."""
     _, fit = run(network, "full", *smooth(), num_epochs=20)
     assert fit.converged
     assert fit.losses[-1] < fit.losses[:20].min() - 10
@@ -112,9 +108,7 @@ def test_a_start_far_from_the_mode_is_marked():
 
 
 def nearly_equal_inputs():
-    """Three inputs that differ by a thousandth, little noise, and the exact mode and
-    precision.
-    """
+    """Inputs that differ by a thousandth; the exact mode and precision."""
     random = np.random.default_rng(0)
     x = random.normal(size=(200, 1)) + 1e-3 * random.normal(size=(200, 3))
     y = x @ np.array([1.0, -1.0, 0.5]) + 0.01 * random.normal(size=200)
@@ -130,9 +124,7 @@ def precise(x, y=None):
 
 @each("structure", ["diag", "kron"], fast=1)
 def test_the_distance_counts_directions_that_a_structure_leaves_out(structure):
-    """Twenty sds from the mode where the posterior is wide, which the diagonal of the
-    precision does not see.
-    """
+    """20 sds away where the posterior is wide: no diagonal sees it."""
     x, y, mode, precision = nearly_equal_inputs()
     variances, vectors = np.linalg.eigh(np.linalg.inv(precision))
     away = 20.0 * np.sqrt(variances[-1]) * vectors[:, -1]
@@ -227,9 +219,7 @@ FAST = ("half", "shared", "base, parents")  # shared: a centered one and a base
 
 @each("name", LEARNED, fast=FAST)
 def test_learned_prior_scales_maximize_the_evidence_and_their_prior(name):
-    """Of the line by five rows, whose weights are integrated exactly; the joint mode of
-    scales and standardized weights is elsewhere.
-    """
+    """Weights of the line are integrated; the joint mode is elsewhere."""
     weights, sd, scales = LEARNED[name]
 
     def model(x, y=None):
@@ -260,9 +250,7 @@ def test_learned_prior_scales_maximize_the_evidence_and_their_prior(name):
 
 @pytest.mark.slow
 def test_tuned_priors_of_a_network_are_at_a_maximum_of_the_evidence():
-    """At the same weights, where one epoch keeps them, another prior sd of any site has
-    less.
-    """
+    """At the same weights another prior sd of any site has less."""
     random = np.random.default_rng(5)
     options = {
         "init_params": {"w": random.normal(size=(2, 4)), "v": random.normal(size=4)},
@@ -287,9 +275,7 @@ def test_tuned_priors_of_a_network_are_at_a_maximum_of_the_evidence():
 
 @pytest.mark.slow
 def test_tuned_noise_maximizes_the_evidence():
-    """Of a line with noise to be learned: no other noise sd (times its prior) has more;
-    the joint mode is smaller.
-    """
+    """No other noise sd (times its prior) has more; the joint mode has."""
     guide, fit = run(
         ZOO["spread"].model, "full", *data(), tune_prior=True, num_rounds=100
     )

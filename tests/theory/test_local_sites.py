@@ -45,9 +45,7 @@ def effects(inside):
 
 
 def several(inside):
-    """Vectors of effects; positive effects, of which one prior depends on the data of
-    the group and one on another effect; priors that some groups lack.
-    """
+    """Effects whose priors follow data and other effects, or are masked."""
 
     def model(x, y, batch_size=B):
         def draw(x):
@@ -159,9 +157,7 @@ def test_chains_are_those_of_the_model_with_locals_outside(make):
 
 
 def test_a_step_follows_the_prior_of_all_groups_and_the_scaled_likelihood_of_some():
-    """Without noise from effects of 0; some groups are in no minibatch, but none has
-    the gradient of another.
-    """
+    """Without noise, from 0: no group has the gradient of another."""
     x, y = data()
     kernel = infer.SGLD(
         effects(True), 0.02, temperature=0.0, steps_per_draw=1, warm_start=0.0
@@ -176,9 +172,7 @@ def test_a_step_follows_the_prior_of_all_groups_and_the_scaled_likelihood_of_som
 @pytest.mark.slow
 @pytest.mark.core
 def test_draws_are_exported_by_group():
-    """Each draw of the group's effects, and the log likelihood of all groups at it;
-    groups may be held out.
-    """
+    """With the log likelihood of all groups; some may be held out."""
     x, y = data()
     kernel = infer.SGLD(
         effects(True), warm_start=infer.WarmStart(0.5, held_out=0.3), steps_per_draw=3

@@ -87,9 +87,7 @@ def test_crps_equals_its_definition(rng):
 
 @pytest.mark.parametrize("size", [2, 20])
 def test_crps_is_unbiased_for_any_number_of_draws(rng, size):
-    """40,000 estimates of one score, of which Gneiting and Raftery (2007), section 4.2,
-    have the closed form.
-    """
+    """40,000 estimates; Gneiting and Raftery (2007), section 4.2."""
     y, mean, scale = 0.7, 1.0, 2.0
     fair = metrics.crps(
         rng.normal(mean, scale, size=(size, 40_000)), np.full(40_000, y)
@@ -122,9 +120,7 @@ def test_coverage_of_calibrated_draws_is_the_level_for_few_draws_too(rng, size, 
 
 @pytest.mark.parametrize(("size", "level"), [(1, 0.5), (2, 0.5), (18, 0.9)])
 def test_levels_that_so_few_draws_do_not_reach_are_refused(rng, size, level):
-    """Between the least and the largest of S draws lies a new one with probability (S -
-    1) / (S + 1).
-    """
+    """A new one lies between S draws with probability (S - 1) / (S + 1)."""
     held = f"{(size - 1) / (size + 1):.2f}"
     with pytest.raises(
         ValueError, match=f"`draws` got {size} draws of y, which hold .* {held}"
@@ -315,9 +311,7 @@ def test_relative_logit_variance_is_that_of_normal_logits(rng):
 
 
 def reference_rhat(draws):
-    """Rank-normalized split R-hat of one column, from Vehtari et al. (2021), with
-    SciPy's ranks and normal.
-    """
+    """Rank-normalized split R-hat of Vehtari et al. (2021)."""
 
     def plain(chains):
         within_chains = chains.var(axis=1, ddof=1).mean()
@@ -337,9 +331,7 @@ def reference_rhat(draws):
 
 @pytest.mark.core
 def test_function_space_is_rhat_and_ess_column_by_column(rng):
-    """Four chains, one of them shifted in one column and wider in another; one chain
-    compares its halves.
-    """
+    """A chain is shifted, another wider; one alone compares its halves."""
     draws = rng.normal(size=(4, 301, 3))
     draws[1, :, 0] += 2.0
     draws[2, :, 1] *= 4.0

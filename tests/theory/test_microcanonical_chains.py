@@ -21,9 +21,7 @@ FAR = 30 * SCALES  # a mean
 
 
 def gaussian():
-    """Pairs of correlated coordinates of 40 scales, off the origin: no diagonal
-    preconditioner makes it round.
-    """
+    """Correlated pairs of 40 scales: no diagonal makes it round."""
     x = numpyro.sample("x", dist.Normal(FAR, SCALES).to_event(1))
     root = (1 - CORRELATION**2) ** 0.5
     numpyro.sample("y", dist.Normal(CORRELATION * (x - FAR), root * SCALES).to_event(1))
@@ -127,9 +125,7 @@ def test_the_last_steps_are_chosen_for_rare_stiff_places():
 
 
 def autocorrelation_time(draws):
-    """Pairs of autocorrelations are summed until one is negative; the mean over
-    coordinates, lag by lag.
-    """
+    """The mean over coordinates of sums of pairs until one is negative."""
     times = []
     for column in (draws - draws.mean(0)).T:
         lags = np.array(
@@ -147,9 +143,7 @@ def autocorrelation_time(draws):
 
 
 def test_lengths_are_a_share_of_the_distance_traveled_per_effective_draw():
-    """0.4 of it, where draws are correlated: as one step apart. Before, they are the
-    spread of the whitened draws.
-    """
+    """0.4 of it; before, the spread of the whitened draws."""
     kernel = infer.MCLMC(gaussian, warm_start=0.0, steps_per_draw=1)
     keep = {
         "keep": lambda state: (

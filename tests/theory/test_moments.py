@@ -54,9 +54,7 @@ def unit_moments(fn, mean, var):
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["relu", "tanh"])
 def test_two_layers_and_a_residual_block_are_exact(name, x64):
-    """Given the inputs, hidden units share no weights: they are independent, and so the
-    second layer is exact.
-    """
+    """Given inputs, hidden units share no weights: they are independent."""
     random, net = weights(), nn.MLP([4, 3], name)
     w1, b1, w2, b2 = (
         random[key]
@@ -125,9 +123,7 @@ GAPS += [("two residual blocks of 8", "0.2"), ("convolution, maximum pooling", "
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sd"), GAPS)
 def test_gap_of_deep_networks_is_as_documented(name, sd):
-    """No theory bounds it: measured with 100,000 draws (standard error of the variance
-    0.005), rounded outwards.
-    """
+    """No theory bounds it: 100,000 draws, rounded outwards."""
     bound, low, high = documented_gaps()[name, sd]
     size = (1, 3) if "conv" not in name else (1, 4, 4, 1)
     x = (
@@ -214,9 +210,7 @@ def exact_rectifier(alpha, sd):
 
 
 def moments_and_gradients(fn, mean, var):
-    """(6, N): mean and variance of a function, and the derivatives of both by (mean,
-    variance) of its argument.
-    """
+    """(6, N): mean and variance, and the derivatives of both by both."""
 
     @jax.jit
     def of(mean, var):
@@ -236,9 +230,7 @@ def moments_and_gradients(fn, mean, var):
     "fn", [jax.nn.gelu, jax.nn.silu, jax.nn.softplus, jax.nn.sigmoid]
 )
 def test_saturated_units_have_moments(fn):
-    """A tail with few digits left is 0 beside the sd of the argument, not NaN. Against
-    the trapezoidal rule with 4001 points in float64.
-    """
+    """A tail with few digits left is 0, not NaN; by the trapezoidal rule."""
     mean, var = (
         part.ravel()
         for part in np.meshgrid(
@@ -265,9 +257,7 @@ def test_saturated_units_have_moments(fn):
 
 @pytest.mark.parametrize(("dtype", "relative"), [("float32", 2e-5), ("float64", 2e-12)])
 def test_rectifier_is_accurate_in_both_tails_and_at_both_ends(dtype, relative):
-    """Relative to rounding times the cancellation that the thresholds allow (measured
-    7e-6 and 7e-13).
-    """
+    """To rounding times the cancellation of the thresholds."""
     sd = np.where(np.arange(len(ALPHAS)) % 4, 1.0, 4.0)
     with jax.enable_x64(dtype == "float64"):
         mean, var = (
@@ -311,9 +301,7 @@ def test_larger_of_two_known_numbers_is_exact(x64):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_moments_and_gradients_hold_down_to_zero_variance(dtype):
-    """To first order in v: E f = f + f'' v / 2 and Var f = f'^2 v, also where sqrt(v)
-    is below rounding.
-    """
+    """E f = f + f'' v / 2 and Var f = f'^2 v."""
     points, variances = np.array([0.7, -0.4]), np.array([0.0, 1e-30, 1e-12, 1e-5])
     with jax.enable_x64(dtype == "float64"):
         mean = jnp.asarray(np.repeat(points, 4), dtype)
@@ -377,9 +365,7 @@ def test_jit_vmap_and_precision_change_nothing_and_gradients_are_right(x64):
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_large_arrays_have_the_moments_of_small_ones(x64):
-    """Beyond 2^24 evaluations nodes are summed one after another; values and gradients
-    are the same.
-    """
+    """Beyond 2^24 evaluations nodes are summed one after another."""
     x = Gaussian(*(np.tile(part.reshape(6), 36_000) for part in RANDOM_X))
 
     @jax.jit

@@ -217,9 +217,7 @@ def heavy(y=None):
 
 
 def test_units_that_walk_together_are_accepted_one_by_one():
-    """From points of equal density on both orbits, after one step: a common random
-    number would accept both or none.
-    """
+    """A common random number would accept both or none."""
     start = jnp.broadcast_to(jnp.float32(W[:, :1] * SD), (CHAINS, 2, 2))
     described, after, _ = after_moves(
         moves([Scale([("heavy", 1)])]), heavy, {"heavy": start}, (0.3,)
@@ -234,9 +232,7 @@ def test_units_that_walk_together_are_accepted_one_by_one():
 
 
 def test_units_whose_prior_depends_on_other_units_keep_it():
-    """Both sites move, and all of one site enters the prior of every unit of the other.
-    Failure rate 4e-6.
-    """
+    """Both sites move; one enters the prior of the other. Rate 4e-6."""
 
     def model(y=None):
         w = numpyro.sample("w", dist.Normal(0.4, 1.0).expand([3, 2]).to_event(2))

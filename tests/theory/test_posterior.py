@@ -116,9 +116,7 @@ def expected_potential(model, args, kwargs, values, z, rng_key):
 
 @each("name", MODELS, fast=FAST)
 def test_densities_are_those_of_numpyro(name):
-    """The potential, under JAX's transformations; its parts; values; log likelihoods by
-    row.
-    """
+    """Under JAX's transformations, in parts and by row; and values."""
     model, args = MODELS[name][0], tuple(map(jnp.asarray, MODELS[name][1]))
     posterior, key = Posterior(model, args), random.key(3)
     z = posterior.initial(random.key(0))
@@ -169,9 +167,7 @@ def test_densities_are_those_of_numpyro(name):
 
 @each("name", [n for n in MODELS if n not in (*WITHOUT_BATCHES, *LOOPED)], fast=FAST)
 def test_minibatches_are_those_of_numpyro(name):
-    """Read on all rows or on a minibatch, with the indices as inputs of a program; the
-    mean over batches is the whole.
-    """
+    """Indices are inputs of a program; the mean over batches is the whole."""
     model, args = MODELS[name][0], tuple(map(jnp.asarray, MODELS[name][1]))
     chosen = jnp.asarray(ROWS)
     on_all = Posterior(model, args)

@@ -41,9 +41,7 @@ def sweep(model, held, start=None):
 
 
 def quantiles(density):
-    """Cumulative distribution on a fine grid of logs, from a density up to a factor;
-    and a permuted sample of it.
-    """
+    """Distribution function on a grid of logs, and a permuted sample."""
     log_v = np.linspace(-8, 8, 20_001)
     cdf = integrate.cumulative_trapezoid(
         density(np.exp(log_v)) * np.exp(log_v), log_v, initial=0.0
@@ -152,9 +150,7 @@ def of_gamma(concentration, rate):
 
 @cache
 def conditionals():
-    """Site -> exact distribution functions of its elements; and where sweeps of
-    half-Cauchy scales start.
-    """
+    """Site -> exact distribution functions; starts of half-Cauchy scales."""
     exact, start = {}, {}
     for name in HYPERPRIORS:
         plain = of_hyperprior(name, 6, (W**2).sum() / 1.5**2)
@@ -213,9 +209,7 @@ SITES = [*HYPERPRIORS, *(f"{name}, scaled" for name in OF_SCALED_PRIOR)]
     "site", [*SITES, *SHAPES, "of one weight", "of two sites", "around a mean", "noise"]
 )
 def test_draws_have_their_exact_conditional(site):
-    """From far away in one sweep; half-Cauchy scales from draws of their conditional,
-    which must stay such draws.
-    """
+    """In one sweep; half-Cauchy scales from draws of it, which stay such."""
     draws = draws_of_everything()[site].reshape(NUM_DRAWS, -1)
     exact = conditionals()[0][site]
     for values, cdf in zip(draws.T, exact, strict=True):

@@ -160,9 +160,7 @@ def test_marginal_of_a_weight(name):
 
 
 def test_group_student_is_the_integral_over_its_precision():
-    """Closed density against scipy, the length of a draw against F, and what
-    `given_rest` leaves invariant.
-    """
+    """Density, length of a draw, and what `given_rest` leaves invariant."""
     df = 3.0
     fn = priors.GroupStudentT(df, 0.5, (2, 3))
     w = np.random.default_rng(0).normal(size=(4, 2, 3)).astype(np.float32)
@@ -199,9 +197,7 @@ def test_group_student_is_the_integral_over_its_precision():
 
 
 def test_horseshoe_density_is_the_closed_form(x64):
-    """Our joint density, integrated over lambda, given tau = 1; from its logarithmic
-    spike to its tail.
-    """
+    """Our joint density integrated over lambda, given tau = 1."""
     model, name = partial(model_of, priors.Horseshoe(), ONE), ONE[0]
     # Trapezoid rule in log lambda: the integrand is analytic and decays, so the error
     # is far below 1e-8.
@@ -227,9 +223,7 @@ def test_horseshoe_density_is_the_closed_form(x64):
 
 
 def test_regularized_horseshoe_between_its_limits():
-    """sd = c tau lambda / hypot(c, tau lambda): small scales as they are, large ones c;
-    gradients are finite.
-    """
+    """sd = c tau lambda / hypot(c, tau lambda); gradients are finite."""
     model = priors.noncenter(partial(model_of, priors.RegularizedHorseshoe(), ONE))
 
     def sd(tau, local, slab):
@@ -309,9 +303,7 @@ def test_density_of_filters_is_normal_with_the_covariance_of_scikit_learn(
 
 
 def test_draws_of_filters_have_that_covariance_over_channels():
-    """Each entry of the empirical covariance within five standard errors, sqrt((K_ii
-    K_jj + K_ij^2) / n).
-    """
+    """Entries within five errors, sqrt((K_ii K_jj + K_ij^2) / n)."""
     draws = draws_of("GPFilters")
     samples = draws.transpose(1, 2, 0, 3, 4).reshape(9, -1)
     expected = 4.0 / 18 * correlation_of("matern32", 1.7, (3, 3))

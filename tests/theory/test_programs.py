@@ -53,9 +53,7 @@ CLOSED_OVER = {
 
 @pytest.mark.parametrize("kind", CLOSED_OVER)
 def test_what_a_function_closes_over_is_a_part_of_it(kind):
-    """Numbers and arrays, also inside a program of its own, and surroundings that
-    change between two calls.
-    """
+    """Also inside a program, and surroundings that change."""
     weights, surroundings = np.arange(5000, dtype=np.float32), {}
 
     def fn(given, args, kwargs):
@@ -130,9 +128,7 @@ def test_a_second_kernel_and_export_compile_only_the_loop_of_mcmc(compiled):
 
 
 def test_a_second_guide_and_export_compile_nothing(compiled):
-    """A new guide, other parameters, other data of the same shape; the first export
-    compiles few programs.
-    """
+    """Of other parameters and data of the same shape."""
     counts, params = [], []
     for seed in range(2):
         guide = guides.AutoMeanField(line)
@@ -196,9 +192,7 @@ KERNELS = {
 
 @each("name", KERNELS, fast=["SGLD"])
 def test_data_are_no_constants_of_the_program(name):
-    """Of 300,000 rows none stands in what ``MCMC`` compiles; a copy of large data costs
-    many times their memory.
-    """
+    """A copy of large data costs many times their memory."""
     rows = 300_000
     kernel, data = KERNELS[name](), (jnp.zeros((rows, 2)), jnp.zeros(rows))
     state = kernel.init(random.key(0), 1, None, data)

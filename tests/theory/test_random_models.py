@@ -236,9 +236,7 @@ def data_of(spec, random, rows, times=None):
 
 
 def by_hand(spec, weights, data, training, xp=np):
-    """Location, log standard deviation (or ``None``) shaped like y, or logits (N, K),
-    and the mean of z.
-    """
+    """Location and log sd (or ``None``) like y, or logits (N, K); mean of z."""
 
     def net(x, seen):
         if spec.net in ("linear", "no bias"):
@@ -318,9 +316,7 @@ def powers_of(spec, data):
 
 
 def pointwise(spec, weights, data, training):
-    """Log likelihood of y as ArviZ has it: of events, and without elements that a mask
-    leaves out.
-    """
+    """Log likelihood of y as ArviZ has it: of events, without masked elements."""
     logs, _ = densities(spec, weights, data, training)
     kept = kept_of(spec, data)
     logs = np.where(kept, logs, 0.0)
@@ -479,9 +475,7 @@ def coordinates(weights):
 
 
 def outputs_of(case, data, training):
-    """The natural outputs (E,) as a function of coordinates: those of y, its log
-    scales, those of z.
-    """
+    """Natural outputs (E,) by coordinates: of y, log scales, of z."""
 
     def outputs(v):
         weights = {
@@ -524,9 +518,7 @@ def information(case, weights):
 
 
 def check_laplace(case):
-    """Evidence, and variances of the outputs at new rows, by the whole Gauss-Newton
-    matrix in NumPy.
-    """
+    """Evidence, and variances at new rows, by the whole Gauss-Newton matrix."""
     spec, weights = case.spec, case.point()
     plain = spec.family == "normal" and not (spec.mask or spec.second or spec.grouped)
     structures = ["full", "diag", "low_rank"] + 2 * ["kron"] * (

@@ -260,9 +260,7 @@ def test_mean_over_an_epoch_is_the_full_gradient(estimator):
 
 
 def test_variance_of_control_variates_falls_towards_the_center():
-    """Second order: ten times nearer is about a hundred times quieter (the same
-    minibatches at each distance).
-    """
+    """Ten times nearer is about a hundred times quieter."""
     batches = np.random.default_rng(3).integers(0, N, (64, B))
     here, near, far = (
         estimates(variates(), mode() + s, batches)[1].var(0).sum()

@@ -118,9 +118,7 @@ def test_a_step_is_the_published_one(integrator, x64):
 
 
 def test_the_kinetic_energy_is_the_jacobian(x64):
-    """Minus the log determinant of a step on (position, sphere), by automatic
-    differentiation in tangent planes.
-    """
+    """Minus the log determinant on (position, sphere), in tangent planes."""
 
     @jax.jit
     def step(q, u):
@@ -143,9 +141,7 @@ def test_the_kinetic_energy_is_the_jacobian(x64):
 
 
 def test_energy_errors_keep_their_digits():
-    """P = 2000, potentials near 10^4: a trajectory of 60 steps in float32 beside the
-    same in float64.
-    """
+    """Of 60 steps at potentials near 10^4, in float32 and float64."""
     size = 2000
     q = np.random.default_rng(3).normal(size=size) * 3
 
@@ -197,9 +193,7 @@ def test_one_step_in_ten_is_shorter_where_steps_may_be_refused(x64):
 
 
 def test_the_implied_bias_is_that_of_leapfrog():
-    """Underdamped Langevin (OBABO) with the angle h: variance 1 / (1 - h^2 / 4), energy
-    errors from its matrix.
-    """
+    """OBABO with the angle h: variance 1 / (1 - h^2 / 4)."""
     for h in np.linspace(0.01, 1.9, 50):
         step = np.array([[1 - h**2 / 2, h], [-h * (1 - h**2 / 4), 1 - h**2 / 2]])
         variance = 1 / (1 - h**2 / 4)
@@ -272,9 +266,7 @@ def test_a_refused_step_turns_back(bad):
 
 
 def test_the_way_down_is_taken_in_warm_up_only():
-    """Far from the mode energy errors are huge: in warm-up, steps that lower the
-    potential are taken all the same.
-    """
+    """Steps with huge errors that lower the potential."""
     sampler = build(
         Full(lambda q: 1e4 * rounded(q)),
         Microcanonical(2.0, max_energy_error=5.0),

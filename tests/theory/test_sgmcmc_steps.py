@@ -322,9 +322,7 @@ SOME = ["BAOAB on epochs", "thermostat", "HMC", "MCLMC on minibatches"]
 
 @each("name", SOME, fast=1)
 def test_a_run_is_its_single_steps_and_goes_on_where_it_stopped(name):
-    """131 steps take three blocks of random numbers, the last of them shorter; new
-    seeds give another chain.
-    """
+    """131 steps take three blocks of random numbers, the last shorter."""
     sampler, num_gradients = SAMPLERS[name]
     with (
         jax.numpy_rank_promotion("raise"),
@@ -490,9 +488,7 @@ def test_a_minibatch_may_show_a_border_when_caches_are_renewed():
 
 
 def test_a_momentum_that_is_not_finite_is_seen():
-    """A wide preconditioner makes an infinite momentum of a finite gradient: no later
-    step would be finite.
-    """
+    """A wide preconditioner makes it of a finite gradient."""
     steep = sgmcmc.Full(lambda q: 1e30 * jnp.sum(jnp.where(q > 1, q, 0.0)))
     sampler = build(
         steep, BAOAB(1.0), sgmcmc.Diagonal(1e20), schedule=0.01, temperature=1e-26
@@ -510,9 +506,7 @@ def half_a_gaussian(q):
 
 @pytest.mark.parametrize("dynamics", [BAOAB(2.0), MALA], ids=["BAOAB", "MALA"])
 def test_a_chain_that_takes_steps_in_between_is_not_marked(dynamics):
-    """With steps as long as the density is wide. Metropolis rejects what has no
-    potential, and reports nothing.
-    """
+    """Metropolis rejects what has no potential, and reports nothing."""
     sampler = build(sgmcmc.Full(half_a_gaussian), dynamics, schedule=1.0)
     state = steps(sampler, sampler.init(jnp.ones(1), jax.random.key(0)), 1500)
     assert (int(state.first_divergence), int(state.statistics.num_steps)) == (-1, 1500)
@@ -586,9 +580,7 @@ def inner_loops(jaxpr):
 
 @pytest.mark.core
 def test_work_of_a_step_does_not_depend_on_the_size_of_the_data():
-    """No number in the loop over steps is as long as the data, of which the block
-    around it picks the rows.
-    """
+    """The block around the loop picks the rows."""
     x = np.zeros((100_000, 3), np.float32)
     gradient = sgmcmc.Minibatch(
         lambda q, i: jnp.sum((jnp.asarray(x)[i] - q) ** 2),

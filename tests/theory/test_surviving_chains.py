@@ -165,9 +165,7 @@ def test_steps_that_would_explode_are_refused_and_get_shorter(make):
 
 
 def test_a_chain_that_takes_only_tiny_steps_is_marked():
-    """Late in warm-up each transition at 1e9 times the step size is refused, and the
-    steps get shorter by 1/4 again and again.
-    """
+    """Late in warm-up steps get shorter by 1/4 again and again."""
     kernel = infer.SGLD(unit, steps_per_draw=20, warm_start=0.0)
     state = kernel.init(jax.random.split(jax.random.key(0), 2), 60, None, (), {})
 
@@ -204,9 +202,7 @@ def test_no_step_size_is_chosen_where_a_chain_happens_to_be_last():
 
 
 def test_a_chain_that_is_lost_at_a_given_step_size_is_marked():
-    """It starts again while there is warm-up left, with the step size that was asked
-    for, and is marked after it.
-    """
+    """It starts again with that step size while there is warm-up."""
     kernel = infer.SGLD(unit, 1e6, steps_per_draw=50, warm_start=0.0)
     mcmc = MCMC(kernel, num_warmup=32, num_samples=10, progress_bar=False)
     mcmc.run(jax.random.key(0))

@@ -33,9 +33,7 @@ def parent():
 
 
 def test_moves_leave_an_exact_conditional_as_it_is():
-    """Of a weight given data and a site below it, by quadrature; the weaker the prior,
-    the weaker the data.
-    """
+    """Of a weight given data and a site below it, by quadrature."""
     w, v = np.linspace(-9, 9, 40_001), 0.4
     log_density = 0.3 * scipy.stats.norm.logpdf(w, 0.3)
     log_density += scipy.stats.norm.logpdf(v, w, 10.0) + scipy.stats.norm.logpdf(

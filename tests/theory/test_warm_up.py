@@ -27,9 +27,7 @@ NOISY = ["SGLD", "SGHMC", "MCLMC"]
 
 
 def quadratic(slopes, curvature, batch_size=None):
-    """Rows with gradients ``slopes[i]``, a common curvature, and so a noise that is the
-    same everywhere.
-    """
+    """Gradients ``slopes[i]`` and a curvature: noise is the same everywhere."""
     w = numpyro.sample(
         "w", dist.ImproperUniform(constraints.real_vector, (), slopes.shape[1:])
     )
@@ -119,9 +117,7 @@ def test_chosen_steps_have_the_bias_they_state(name):
 
 
 def test_steps_are_chosen_by_the_curvature_behind_the_preconditioner():
-    """The largest eigenvalue of L' H L, for a Hessian whose largest one is elsewhere: 4
-    * 0.05 over it.
-    """
+    """4 * 0.05 over the largest eigenvalue of L' H L."""
     hessian = np.array([[4.0, 1.0, 0.0], [1.0, 3.0, 0.5], [0.0, 0.5, 30.0]])
     metric = np.array([[9.0, 2.0, 0.0], [2.0, 5.0, 0.1], [0.0, 0.1, 0.05]])
     kernel = infer.SGLD(
@@ -138,9 +134,7 @@ def test_steps_are_chosen_by_the_curvature_behind_the_preconditioner():
 
 
 def test_scales_belong_to_the_sites_they_are_given_for():
-    """Without noise, on a slope of 1 everywhere: a step moves by G eps / 2, whatever
-    the order of the sites.
-    """
+    """A step moves by G eps / 2, whatever the order of the sites."""
 
     def slope():
         for name, size in (("b", 2), ("a", 3), ("c", 1)):
@@ -256,9 +250,7 @@ def test_a_thousand_parameters_get_a_diagonal():
 
 
 def uneven_noise():
-    """Slopes of correlated rows whose noise differs by 10^8 between directions, and
-    curvatures of the same shape.
-    """
+    """Noise that differs by 10^8 between directions, and so curvatures."""
     mixed = np.array(
         [[1e3, 2e2, 0, 0], [0, 10.0, 1.0, 0], [0, 0, 1.0, 0.05], [0, 0, 0, 0.1]]
     )
@@ -271,9 +263,7 @@ def uneven_noise():
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", NOISY)
 def test_chains_move_in_all_directions_of_uneven_noise_within_the_tolerated_bias(name):
-    """Chosen steps: variances 1 to 1.05 along each exact principal axis, within 4
-    standard errors over 300 chains.
-    """
+    """Variances 1 to 1.05 along each axis; 4 errors over 300 chains."""
     slopes, curvature = uneven_noise()
     kernel = getattr(infer, name)(quadratic, steps_per_draw=60, warm_start=0.0)
     options = {"start": {"w": jnp.zeros((300, 4))}, "chains": 300, "warmup": 40}
@@ -297,9 +287,7 @@ def test_chains_move_in_all_directions_of_uneven_noise_within_the_tolerated_bias
 
 
 def one_weight_per_row(num_rows, batch_size):
-    """The potential falls in direction i by N / B for each row i of a minibatch. Groups
-    have a latent site.
-    """
+    """The potential falls in direction i by N / B for each row i."""
     w = numpyro.sample(
         "w", dist.ImproperUniform(constraints.real_vector, (), (num_rows,))
     )
@@ -330,9 +318,7 @@ def test_every_optimizer_step_has_a_minibatch_of_its_own():
 
 
 def learned_of(num_rows, share, batch_size=None):
-    """How far gradient descent moves the weight of each row, on average
-    over 200 steps.
-    """
+    """How far gradient descent moves the weight of each row."""
     warm = infer.WarmStart(
         0.5, num_steps=200, optimizer=optax.sgd(1 / 200), held_out=share
     )
@@ -367,9 +353,7 @@ def up(steps):
 
 
 def measured(y, random=False):
-    """The mean of some rows, which one half of the masks of a random model hide, in
-    plates with a latent site.
-    """
+    """The mean of rows that half of the masks of a random model hide."""
     with numpyro.plate("groups", 2, dim=-2):
         a = numpyro.sample("a", dist.Normal(0.0, 100.0))
         kept = 2.0 * jax.random.bernoulli(numpyro.prng_key()) if random else 1.0
@@ -417,9 +401,7 @@ def test_starts_are_spread():
 
 @pytest.mark.slow
 def test_one_huge_gradient_at_the_start_is_forgotten():
-    """A wall of slope 1e12 at the start: the scale of Adam alone would remember it for
-    10,000s of steps.
-    """
+    """Of 1e12: the scale of Adam alone would remember it."""
 
     def beside_a_wall():
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
