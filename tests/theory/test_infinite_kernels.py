@@ -299,67 +299,45 @@ def test_scales_by_input_multiply_the_inputs(x64):
 
 # -- errors ----------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("net", "options", "message"),
-    [
-        (
-            SMALL,
-            lambda: {"prior": priors.Hierarchical()},
-            r"scales=\{'Dense_0.kernel_scale': 1.0\}",
-        ),
-        (
-            SMALL,
-            lambda: {"prior": priors.Normal(), "scales": {"a": 1.0}},
-            "no hyper-sites",
-        ),
-        (
-            SMALL,
-            lambda: {"prior": priors.Hierarchical(), "scales": {"b": 1.0}},
-            "Dense_0.kernel_scale",
-        ),
-        (
-            SMALL,
-            lambda: {"prior": priors.Laplace()},
-            "'Dense_0.kernel' that are not normal",
-        ),
-        (SMALL, lambda: {"prior": priors.StudentT(df=2.0)}, "infinite variance"),
-        (SMALL, lambda: {"prior": dist.Normal(1.0, 1.0)}, "mean other than 0"),
-        (
-            SMALL,
-            lambda: {"prior": {"Dense_0.kernel": dist.Normal(0, UNITS), "*": PRIOR}},
-            "alike",
-        ),
-        (nn.MLP([8, 1], "relu", nn.BatchNorm()), dict, "BatchNorm_0'.*LayerNorm"),
-        (nn.Sequential([nn.Dense(8), "relu"]), dict, "End it with `nn.Dense`"),
-        (
-            nn.Sequential([nn.Dense(8), "relu", "tanh", nn.Dense(1)]),
-            dict,
-            "needs normal inputs.*without activation",
-        ),
-        (nn.Sequential([nn.LayerNorm(), nn.Dense(1)]), dict, "use_scale=False"),
-        (
-            nn.Sequential([nn.Residual(nn.Dense(3)), nn.Dense(1)]),
-            dict,
-            "before the block",
-        ),
-        (
-            nn.Sequential(
-                [nn.Dense(8), nn.Residual(nn.Activation("relu")), nn.Dense(1)]
-            ),
-            dict,
-            "needs weights",
-        ),
-        (
-            nn.CNN([4], [1]),
-            lambda: {"x1": np.zeros((2, 4, 4, 1))},
-            "Conv2d_0.*Layers with a limit: Dense",
-        ),
-        (nn.MaxPool(2), lambda: {"x1": np.zeros((2, 4, 4, 1))}, "outputs of shape"),
-        (SMALL, lambda: {"x1": np.full((2, 3), np.nan)}, "NaN"),
-        (SMALL, lambda: {"x2": np.zeros((2, 2))}, "x2"),
-    ],
+NORMS = nn.MLP([8, 1], "relu", nn.BatchNorm())
+TWICE = nn.Sequential([nn.Dense(8), "relu", "tanh", nn.Dense(1)])
+UNWEIGHTED = nn.Sequential(
+    [nn.Dense(8), nn.Residual(nn.Activation("relu")), nn.Dense(1)]
 )
+REFUSED = [
+    (
+        SMALL,
+        {"prior": priors.Hierarchical()},
+        r"scales=\{'Dense_0.kernel_scale': 1.0\}",
+    ),
+    (SMALL, {"prior": priors.Normal(), "scales": {"a": 1.0}}, "no hyper-sites"),
+    (SMALL, {"prior": priors.Laplace()}, "'Dense_0.kernel' that are not normal"),
+    (SMALL, {"prior": priors.StudentT(df=2.0)}, "infinite variance"),
+    (SMALL, {"x1": np.full((2, 3), np.nan)}, "NaN"),
+    (SMALL, {"x2": np.zeros((2, 2))}, "x2"),
+    (NORMS, {}, "BatchNorm_0'.*LayerNorm"),
+    (nn.Sequential([nn.Dense(8), "relu"]), {}, "End it with `nn.Dense`"),
+    (TWICE, {}, "needs normal inputs.*without activation"),
+    (nn.Sequential([nn.LayerNorm(), nn.Dense(1)]), {}, "use_scale=False"),
+    (nn.Sequential([nn.Residual(nn.Dense(3)), nn.Dense(1)]), {}, "before the block"),
+    (UNWEIGHTED, {}, "needs weights"),
+    (nn.CNN([4], [1]), {"x1": np.zeros((2, 4, 4, 1))}, "Layers with a limit: Dense"),
+    (nn.MaxPool(2), {"x1": np.zeros((2, 4, 4, 1))}, "outputs of shape"),
+]
+# Made in the test: they put arrays on a device.
+MADE = [
+    (lambda: dist.Normal(1.0, 1.0), "mean other than 0"),
+    (lambda: {"Dense_0.kernel": dist.Normal(0, UNITS), "*": PRIOR}, "alike"),
+]
+
+
+@pytest.mark.parametrize(("net", "options", "message"), REFUSED)
 def test_networks_without_a_kernel_are_refused_with_the_way_out(net, options, message):
     with pytest.raises(ValueError, match=message):
-        nngp(net, **{"x1": data(), **options()})
+        nngp(net, **{"x1": data(), **options})
+
+
+@pytest.mark.parametrize(("make", "message"), MADE)
+def test_priors_without_a_kernel_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        nngp(SMALL, data(), prior=make())

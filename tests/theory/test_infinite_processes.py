@@ -101,10 +101,6 @@ def test_jitter_is_no_more_than_is_needed_and_is_reported():
             lambda: process().log_density(NEW, np.ones((5, 1))),
         ),
         (
-            r"log_density: argument `y` got shape .*Pass \(5,\)",
-            lambda: process().log_density(NEW, np.ones(())),
-        ),
-        (
             "'z'",
             lambda: to_inference_data(process(), predictions={"z": np.zeros((2, 2))}),
         ),

@@ -15,13 +15,7 @@ from scipy import stats
 from scipy.integrate import quad
 
 from numpyro_bnn import nn
-from numpyro_bnn.moments import (
-    Gaussian,
-    Interpreter,
-    propagate,
-    register,
-    register_elementwise,
-)
+from numpyro_bnn.moments import Gaussian, propagate, register, register_elementwise
 
 X = np.linspace(-1.5, 1.7, 6).reshape(2, 3)
 RANDOM_X = Gaussian(X, np.array([[0.3, 1.0, 0.01], [2.0, 0.5, 1e-9]]))
@@ -510,35 +504,3 @@ def test_user_adds_rules():
     x = Gaussian(jnp.array([2.0, 3.0]), jnp.array([1.0, 0.5]))
     assert propagate(lax.cumprod)(x).var.tolist() == [1.0, 5 * 9.5 - 36]
     assert propagate(lambda x: jnp.floor(x) * 0 + x)(x).mean.shape == (2,)
-
-
-def test_interpreter_serves_other_rules():
-    """Local reparameterization: where Gaussian weights meet a product."""
-    seen = []
-
-    def sampled(equation, x, w):
-        seen.append(equation.name)
-        return equation.bind(x, w.mean) + jnp.sqrt(equation.bind(x * x, w.var))
-
-    def refuse(equation, *operands):
-        raise equation.refuse("is not a product", "Use the weight in a product first.")
-
-    walk = Interpreter(
-        {"dot_general": sampled},
-        lambda v: isinstance(v, Gaussian),
-        "guides.example",
-        refuse,
-    )
-    weight = Gaussian(jnp.ones((3, 1)), jnp.ones((3, 1)))
-    x = jnp.array([[2.0, 0.0, 0.0]])
-
-    def run(fn):
-        jaxpr = jax.make_jaxpr(fn)(weight.mean)
-        return walk.run(jaxpr.jaxpr, jaxpr.consts, [weight])[0]
-
-    assert run(jax.jit(lambda w: jnp.tanh(x @ w))).tolist() == [[float(jnp.tanh(4.0))]]
-    assert seen == ["dot_general"]
-    with pytest.raises(
-        ValueError, match=r"guides.example: .* `mul` at .* is not a product"
-    ):
-        run(lambda w: x @ (2 * w))

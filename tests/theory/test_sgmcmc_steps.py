@@ -398,13 +398,6 @@ def test_statistics_are_means_of_what_happened():
 # -- steps that are not finite ---------------------------------------------------------
 
 
-class Odd:
-    """The minibatch is the number of the step, and 0 at the start."""
-
-    def draw(self, words, step):
-        return jnp.ravel(step)
-
-
 def stretched(q):
     return 0.5 * jnp.vdot(q, jnp.array([1.0, 2.0, 3.0]) * q) + 0.1 * jnp.sum(q**4)
 
@@ -440,25 +433,6 @@ def test_a_chain_that_keeps_failing_is_marked_and_the_step_is_named(dynamics):
 
 
 @pytest.mark.parametrize(
-    "dynamics", [Overdamped(), BAOAB(1.0)], ids=["overdamped", "BAOAB"]
-)
-def test_a_gradient_that_is_not_finite_is_seen(dynamics):
-    sampler = build(
-        sgmcmc.Full(lambda q: jnp.sum(jnp.sqrt(q))), dynamics, schedule=0.01
-    )
-    before = sampler.init(jnp.array([1.0, -1.0]), jax.random.key(0))
-    state = steps(sampler, before, 1)
-    assert (
-        int(state.refused_in_a_row),
-        int(state.statistics.num_refused),
-        int(state.step),
-    ) == (1, 1, 1)
-    equal(state.position, [1.0, -1.0])
-    if dynamics.momentum(state.memory) is not None:
-        equal(state.memory.momentum, -before.memory.momentum)
-
-
-@pytest.mark.parametrize(
     ("dynamics", "behind"),
     [(Overdamped(), np.nan), (BAOAB(1.0), np.inf), (NoseHoover(1.0), np.nan)],
     ids=["overdamped", "BAOAB", "SGNHT"],
@@ -476,17 +450,6 @@ def test_a_potential_that_is_not_finite_is_seen(dynamics, behind):
     assert 0 < int(state.statistics.num_refused) < 300
 
 
-def test_a_minibatch_may_show_a_border_when_caches_are_renewed():
-    """Its gradient is not finite: the chain goes on without it until its next step."""
-    broken = sgmcmc.Minibatch(
-        lambda q, i: jnp.sum(q * q) * jnp.where(i[0] > 0, 1.0, jnp.nan), Odd()
-    )
-    sampler = build(broken, BAOAB(1.0), schedule=0.01)
-    state = sampler.init(jnp.ones(3), jax.random.key(0))
-    equal(state.memory.slope, np.zeros(3))
-    assert not np.array_equal(steps(sampler, state, 2).position, state.position)
-
-
 def test_a_momentum_that_is_not_finite_is_seen():
     """A wide preconditioner makes it of a finite gradient."""
     steep = sgmcmc.Full(lambda q: 1e30 * jnp.sum(jnp.where(q > 1, q, 0.0)))
@@ -498,23 +461,6 @@ def test_a_momentum_that_is_not_finite_is_seen():
     after = steps(sampler, before, 1)
     assert int(after.statistics.num_refused) == 1
     close(after.memory.momentum, [-1e-12])
-
-
-def half_a_gaussian(q):
-    return 0.5 * jnp.vdot(q, q) + jnp.where(q[0] > 0, 0.0, jnp.nan) * q[0]
-
-
-@pytest.mark.parametrize("dynamics", [BAOAB(2.0), MALA], ids=["BAOAB", "MALA"])
-def test_a_chain_that_takes_steps_in_between_is_not_marked(dynamics):
-    """Metropolis rejects what has no potential, and reports nothing."""
-    sampler = build(sgmcmc.Full(half_a_gaussian), dynamics, schedule=1.0)
-    state = steps(sampler, sampler.init(jnp.ones(1), jax.random.key(0)), 1500)
-    assert (int(state.first_divergence), int(state.statistics.num_steps)) == (-1, 1500)
-    assert float(state.position[0]) > 0
-    if isinstance(dynamics, BAOAB):
-        assert int(state.statistics.num_refused) > LOST
-    else:
-        assert float(state.statistics.accept_prob) < 0.99
 
 
 # -- the part of a minibatch potential that is hoisted out of the steps ----------------

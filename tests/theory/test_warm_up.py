@@ -420,48 +420,6 @@ def test_one_huge_gradient_at_the_start_is_forgotten():
 # -- gradients that measurements use ---------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "batch_size", "step", "refresh", "noise", "curvature"),
-    [
-        (infer.SGLD, 8, 1, 1, 128, 3),
-        # a gradient of all data at the center
-        (partial(infer.SGHMC, gradient="control_variates"), 8, 2, 3, 256, 3),
-        # a difference of two gradients, of which one is kept
-        (infer.MCLMC, None, 2, 2, 0, 1),
-    ],
-    ids=["minibatch", "control variates", "microcanonical"],
-)
-def test_gradients_of_measurements_are_counted(
-    make, batch_size, step, refresh, noise, curvature
-):
-    """Of 24 products with the Hessian, or differences of gradients, two each; where the
-    step size is adapted, it needs the curvature once.
-    """
-    kernel = make(quadratic, steps_per_draw=10, preconditioner="identity")
-    args = problem(
-        np.random.default_rng(0).normal(size=(N, 3)), 9 * np.eye(3), batch_size
-    )
-    _, (counts, sizes) = walk(
-        kernel,
-        6,
-        args,
-        warmup=4,
-        keep=lambda state: (state.num_gradients, state.step_size),
-    )
-    # Ten steps of the optimizer in the first transition, and a look at their end;
-    # measured before the second, third and fourth.
-    products = 48 * (2 if noise == 256 else 1) - 2 * (make is infer.MCLMC)
-    found = [refresh + noise + products * (number < curvature) for number in range(3)]
-    steps = 10 * step + kernel.exact  # which refreshes what the steps begin with
-    expected = np.cumsum(
-        [11, steps + found[0], steps + found[1], steps + found[2], steps, steps]
-    )
-    np.testing.assert_array_equal(counts, expected)
-    if make is infer.MCLMC:  # steps of h = 2 / sqrt(9) are stable, of length h sqrt(P)
-        assert sizes[1] == pytest.approx(2 / 3 / 4 * 3**0.5, rel=1e-3)
-
-
 # ------------------------------------------------------------------------------------
 # chains that move, or say so
 
