@@ -18,6 +18,7 @@ from numpy.testing import assert_allclose as close
 from numpyro import handlers
 from numpyro.contrib.module import random_flax_module
 from numpyro.infer import Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
 from scipy import stats
 from zoo import ZOO
 
@@ -45,34 +46,14 @@ def observe(mean, y):
 
 
 def mean_field(model, *args):
-    """Independent normals, positive where the model is."""
-    trace, draws, params = {}, np.random.default_rng(2), {}
-    jax.eval_shape(
-        lambda: trace.update(handlers.trace(handlers.seed(model, 0)).get_trace(*args))
-    )
-    sites = {
-        name: site
-        for name, site in trace.items()
-        if site["type"] == "sample" and not site["is_observed"]
-    }
-    for name, site in sites.items():
-        shape = site["value"].shape
-        params[f"{name}_loc"] = jnp.asarray(0.4 * draws.normal(size=shape))
-        params[f"{name}_scale"] = jnp.full(shape, 0.2)
-
-    def guide(*args):
-        for name, site in sites.items():
-            fn = dist.Normal(
-                numpyro.param(f"{name}_loc"), numpyro.param(f"{name}_scale")
-            )
-            to_support = dist.biject_to(site["fn"].support)
-            identity = (
-                isinstance(to_support, dist.transforms.IdentityTransform)
-                or site["fn"].event_dim
-            )
-            fn = fn if identity else dist.TransformedDistribution(fn, to_support)
-            numpyro.sample(name, fn.to_event(site["fn"].event_dim))
-
+    """Independent normals, positive where the model is, at places of our own."""
+    guide, draws = AutoNormal(model, prefix=""), np.random.default_rng(2)
+    trace = handlers.trace(handlers.seed(guide, 0)).get_trace(*args)
+    params = {n: s["value"] for n, s in trace.items() if s["type"] == "param"}
+    for name, value in params.items():
+        at_loc = name.endswith("loc")
+        new = 0.4 * draws.normal(size=value.shape) if at_loc else 0.2
+        params[name] = jnp.full(value.shape, new)
     return guide, params
 
 
