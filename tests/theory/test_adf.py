@@ -473,6 +473,28 @@ def test_a_learned_scale_and_its_weights_have_their_exact_moments():
     close(fit.state.weights["w"].var, second - first**2, rtol=1e-3)
 
 
+def test_sites_may_be_in_plates_of_their_own():
+    """Weights and their precisions: as if they were expanded."""
+
+    def model(x, y=None, plates=True):
+        sizes = () if plates else (3,)
+        with numpyro.plate("features", 3) if plates else nullcontext():
+            gamma = dist.Gamma(4.0, 4.0).expand(sizes).to_event(len(sizes))
+            scale = numpyro.sample("tau", gamma) ** -0.5
+            w = numpyro.sample("w", dist.Normal(0.0, scale).to_event(len(sizes)))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, 0.1), obs=y)
+
+    x = np.random.default_rng(0).normal(size=(20, 3))
+    options = {"means": {"w": np.zeros(3)}, "orders": np.arange(20)[None]}
+    fits = (
+        learn(model, x, x[:, 0], plates=plates, **options)[1]
+        for plates in (True, False)
+    )
+    for parts in zip(*(jax.tree.leaves(fit.state) for fit in fits), strict=True):
+        close(*parts, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["scale", "precision"])
 def test_weights_of_which_no_row_knows_anything_keep_their_prior(name):
     """Those of a column of zeros: E w^2 = E scale^2 under the posterior."""

@@ -11,7 +11,6 @@ import pytest
 from helpers import group, refused, walk
 from numpyro import handlers
 from numpyro.infer import MCMC
-from numpyro.infer.reparam import LocScaleReparam
 from scipy import stats
 
 from numpyro_bnn import infer, to_inference_data
@@ -97,37 +96,8 @@ def crossed(inside):
     return model
 
 
-def missing(inside):
-    """Observations that are missing are latent sites, which NumPyro makes."""
-
-    def model(x, y, batch_size=B):
-        mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
-        with numpyro.plate("all", G):
-            if not inside:
-                missed = numpyro.sample(
-                    "y_unobserved", dist.Normal(mu * x[:, 1], 1.0).mask(x[:, 0] <= 0)
-                )
-        with numpyro.plate("groups", G, subsample_size=batch_size) as i:
-            seen, fn = x[i, 0] > 0, dist.Normal(mu * x[i, 1], 1.0)
-            if inside:
-                values = numpyro.sample("y", fn, obs=y[i, 0], obs_mask=seen)
-            else:
-                numpyro.sample("y_observed", fn.mask(seen), obs=y[i, 0])
-                values = jnp.where(seen, y[i, 0], missed[i])
-            numpyro.sample("v", dist.Normal(values, 1.0), obs=y[i, 1])
-
-    return model
-
-
-def scoped(inside):
-    not_centered = handlers.reparam(effects(inside), {"b": LocScaleReparam(0.0)})
-    return handlers.scale(handlers.scope(not_centered, prefix="a"), 0.5)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "make", [several, crossed, missing, scoped], ids=lambda make: make.__name__
-)
+@pytest.mark.parametrize("make", [several, crossed], ids=lambda make: make.__name__)
 def test_chains_are_those_of_the_model_with_locals_outside(make):
     """With control variates: all groups at the start, then minibatches."""
     args = data()

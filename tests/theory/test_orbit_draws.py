@@ -255,6 +255,49 @@ def test_units_whose_prior_depends_on_other_units_keep_it():
             assert stats.kstest(x, "norm").pvalue > RATE
 
 
+@pytest.mark.slow
+def test_moves_are_corrected_for_densities_and_supports_of_sites_that_stay():
+    """Scales redrawn above a density and a support; orders that supports tell apart."""
+    high = np.array([1.0, 1.2])
+
+    def model(y=None):
+        s = numpyro.sample("s", dist.Gamma(3.0, 2.0))
+        numpyro.sample("w", dist.Normal(0.0, s).expand([2]).to_event(1))
+        numpyro.sample("t", dist.HalfNormal(s))
+        r = numpyro.sample("r", dist.Uniform(0.5, 2.0))
+        numpyro.sample("u", dist.Uniform(0.0, r))
+        numpyro.sample("v", dist.Normal(0.0, r).expand([2]).to_event(1))
+        numpyro.sample("bounded", dist.Uniform(0.0, jnp.asarray(high)).to_event(1))
+        ignored(y)
+
+    before, units = prior_draws(model, 10_000), [("bounded", 0)]
+    symmetries = [
+        JointScale("w", "s"),
+        JointScale("v", "r"),
+        symmetry.Permutation(units),
+    ]
+    with jax.debug_key_reuse(True):  # no move uses a key twice
+        described, after, _ = after_moves(
+            moves(symmetries), model, before, (0.3,), transitions=4
+        )
+    assert methods(described) == ["hyperprior", "hyperprior", "shuffle"]
+    for name in ("t", "u"):
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-4, atol=1e-6)
+    for name in ("s", "r"):
+        assert (np.abs(after[name] / before[name] - 1) > 1e-4).mean() > 0.5
+    expected = {
+        "s": (after["s"], stats.gamma(3.0, scale=0.5)),
+        "w": ((after["w"] / after["s"][:, None]).ravel(), stats.norm),
+        "t": (after["t"] / after["s"], stats.halfnorm),
+        "r": (after["r"], stats.uniform(0.5, 1.5)),
+        "u": (after["u"] / after["r"], stats.uniform),
+    }
+    for values, exact in expected.values():
+        assert stats.kstest(values, exact.cdf).pvalue > RATE
+    assert (after["bounded"] < high).all()
+    assert (np.abs(after["bounded"] - before["bounded"]) > 1e-4).any()
+
+
 # Moves of scales, and of weights given them.
 OF_SCALES = {
     "scale prior": JointScale("w", "w scale"),

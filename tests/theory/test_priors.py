@@ -238,20 +238,9 @@ def test_regularized_horseshoe_between_its_limits():
             "value"
         ][0, 0]
 
-    table = [
-        (0.3, 2.0, 4.0),
-        (1.0, 1.0, 1.0),
-        (5.0, 3.0, 0.1),
-        (1e-6, 10.0, 4.0),
-        (1e6, 1e3, 4.0),
-    ]
-    table += [
-        (1e-18, 1e-18, 4.0),
-        (1e18, 1e18, 4.0),
-        (1e-30, 1.0, 4.0),
-        (1e30, 1.0, 4.0),
-        (2.0, 1.0, 4.0),
-    ]
+    table = [(0.3, 2.0, 4.0), (1.0, 1.0, 1.0), (5.0, 3.0, 0.1), (2.0, 1.0, 4.0)]
+    extremes = [(1e-6, 10.0), (1e6, 1e3), (1e-18, 1e-18), (1e18, 1e18), (1e-30, 1.0)]
+    table += [(*pair, 4.0) for pair in (*extremes, (1e30, 1.0))]
     tau, local, slab = np.array(table, np.float32).T
     values, gradients = jax.jit(jax.vmap(jax.value_and_grad(sd, (0, 1, 2))))(
         tau, local, slab

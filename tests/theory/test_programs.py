@@ -204,6 +204,34 @@ def test_data_are_no_constants_of_the_program(name):
 # -- models are read -------------------------------------------------------------------
 
 
+def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
+    """The sites follow from the data; each is known by its place."""
+
+    def model(group, x, y):
+        w = numpyro.sample(
+            "w", dist.Normal(0.0, 1.0).expand([len(np.unique(group))]).to_event(1)
+        )
+        f = numpyro.deterministic("f", w[group] * x)
+        numpyro.sample("y", dist.Normal(f, 1.0).to_event(1), obs=y)
+
+    data = np.array([0, 1, 1]), THREE, 2 * THREE
+    reading = Posterior(model, data[:2], {"y": data[2]})
+    sources = reading.sources(
+        lambda sites: {name: site["value"] for name, site in sites.items()}
+    )
+    assert sources == {"w": set(), "f": {"_[1]"}, "y": {"y"}}
+    np.testing.assert_array_equal(
+        reading.at({"w": jnp.array([1.0, 2.0])})["f"]["value"], [0.0, 2.0, 4.0]
+    )
+    assert reading.shapes()["w"].shape == (2,)
+    first, second = reading.draw([0, 1])
+    assert bool((first["w"] != second["w"]).all())
+    expected = handlers.trace(handlers.seed(model, random.key(1))).get_trace(*data)[
+        "w"
+    ]["value"]
+    close(second["w"], expected, rtol=1e-6)
+
+
 def test_programs_spread_over_devices_are_read():
     """By way of their codes."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("rows",))
