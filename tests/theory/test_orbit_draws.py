@@ -255,6 +255,46 @@ def test_units_whose_prior_depends_on_other_units_keep_it():
             assert stats.kstest(x, "norm").pvalue > RATE
 
 
+COUPLED = np.array([[1.0, 0.8, 0.5], [0.8, 1.0, 0.7], [0.5, 0.7, 1.0]])
+RING = np.eye(4) + 0.4 * (np.roll(np.eye(4), 1, 0) + np.roll(np.eye(4), -1, 0))
+# Orders are accepted only if all are equally likely: neither one exchange of units nor
+# a rotation shows it.
+UNITS = {
+    "flip": (symmetry.SignFlip, "flip", np.zeros(3), COUPLED),
+    "ring": (symmetry.Permutation, "shuffle", np.zeros(4), RING),
+    "two of three": (symmetry.Permutation, "shuffle", np.array([0, 0, 6.0]), np.eye(3)),
+}
+
+
+@pytest.mark.slow
+def test_dependent_units_and_units_with_means_of_their_own_keep_their_prior():
+    """Moments within 5 errors (6e-7 each); Var(x y) = 1 + r^2 of standard normals."""
+
+    def model(y=None):
+        for name, (_, _, loc, covariance) in UNITS.items():
+            fn = dist.MultivariateNormal(jnp.asarray(loc), jnp.asarray(covariance))
+            if name == "two of three":
+                fn = dist.Normal(jnp.asarray(loc), 1.0).to_event(1)
+            numpyro.sample(name, fn)
+        ignored(y)
+
+    before, number = prior_draws(model, 10_000), 10_000
+    symmetries = [group([(name, 0)]) for name, (group, *_) in UNITS.items()]
+    described, after, _ = after_moves(
+        moves(symmetries), model, before, (0.3,), transitions=4
+    )
+    assert methods(described) == [method for _, method, *_ in UNITS.values()]
+    for name, (_, _, loc, covariance) in UNITS.items():
+        centered, error = after[name] - loc, np.sqrt((1 + covariance**2) / number)
+        assert (np.abs(centered.mean(0)) < 5 / np.sqrt(number)).all()
+        off = np.abs(centered.T @ centered / number - covariance)
+        assert (off < 5 * error).all()
+        changed = (np.abs(after[name] - before[name]) > 1e-5).mean(0)
+        assert (changed[:2] > 0.2).all()
+        # it is 6 sd apart, and keeps its place
+        assert name != "two of three" or changed[2] < 0.01
+
+
 @pytest.mark.slow
 def test_moves_are_corrected_for_densities_and_supports_of_sites_that_stay():
     """Scales redrawn above a density and a support; orders that supports tell apart."""
@@ -296,6 +336,35 @@ def test_moves_are_corrected_for_densities_and_supports_of_sites_that_stay():
         assert stats.kstest(values, exact.cdf).pvalue > RATE
     assert (after["bounded"] < high).all()
     assert (np.abs(after["bounded"] - before["bounded"]) > 1e-4).any()
+
+
+def test_scales_of_single_units_move_with_the_units():
+    """So an order of the units is always accepted, and each weight keeps its scale."""
+
+    def model(y=None):
+        a, b, _ = (
+            numpyro.sample(name, dist.HalfCauchy(1.0).expand([3]).to_event(1))
+            for name in ("a", "b", "other")
+        )
+        numpyro.sample("in", dist.Normal(0.0, a).expand([2, 3]).to_event(2))
+        numpyro.sample("out", dist.Normal(0.0, b[:, None]).expand([3, 4]).to_event(2))
+        ignored(y)
+
+    before = prior_draws(model, 50)
+    order = [symmetry.Permutation([("in", 1), ("out", 0)])]
+    described, after, accepted = after_moves(
+        moves(order), model, before, (0.3,), read=lambda state: state.orbit_accept_prob
+    )
+    assert methods(described) == ["order"]
+    assert (accepted == 1.0).all()
+    for n in range(50):
+        # A unit is known by its first scale.
+        where = np.argsort(before["a"][n])[np.argsort(np.argsort(after["a"][n]))]
+        for name, axis in (("a", 0), ("b", 0), ("in", 1), ("out", 0)):
+            moved = before[name][n].take(where, axis)
+            np.testing.assert_allclose(after[name][n], moved, rtol=1e-4)
+    assert (np.abs(after["a"] - before["a"]) > 1e-6).any()
+    np.testing.assert_allclose(after["other"], before["other"], rtol=1e-4)
 
 
 # Moves of scales, and of weights given them.

@@ -284,3 +284,13 @@ def test_the_way_down_is_taken_in_warm_up_only():
         < float(rounded(after.position))
         < float(rounded(start))
     )
+
+
+def test_warm_up_may_take_larger_errors_than_the_draws():
+    dynamics = Microcanonical(2.0, max_energy_error=5.0, max_warm_up_error=float("inf"))
+    sampler = build(Full(lambda q: 1e4 * rounded(q)), dynamics, schedule=1.0)
+    for num_warmup in (0, 5):
+        key, start = jax.random.key(0), jnp.full(P, 1e-3)
+        state = sampler.init(start, key, jnp.int32(num_warmup))
+        refused = jax.jit(sampler.run, static_argnums=1)(state, 5).statistics
+        assert (int(refused.num_refused) > 0) == (num_warmup == 0)

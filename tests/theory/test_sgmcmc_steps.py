@@ -382,6 +382,22 @@ def test_refresh_renews_what_is_cached_of_the_target(name):
     equal(fresh.position, moved.position)
 
 
+KEPT = ("step", "memory", "statistics")  # by a restart, or new by another minibatch
+
+
+def test_a_restart_forgets_marks_and_learns_the_preconditioner_again():
+    sampler, _ = SAMPLERS["pSGLD"]
+    start = begin(sampler, START, jax.random.key(0))
+    marks = {"refused_in_a_row": jnp.int32(7), "first_divergence": jnp.int32(2)}
+    lost = steps(sampler, start, 3)._replace(**marks)
+    unlearned = sampler.unlearned(lost, START)
+    again = jax.jit(sampler.restart)(lost, START, unlearned)
+    assert_same(
+        again._replace(**dict.fromkeys(KEPT)), start._replace(**dict.fromkeys(KEPT))
+    )
+    assert int(again.step) == 3  # no random numbers come twice
+
+
 def test_statistics_are_means_of_what_happened():
     sampler, _ = SAMPLERS["BAOAB on epochs"]
     state = begin(sampler, START, jax.random.key(0))
@@ -430,6 +446,16 @@ def test_a_chain_that_keeps_failing_is_marked_and_the_step_is_named(dynamics):
         count + 30,
     )
     assert int(steps(sampler, longer, 1).first_divergence) == 10 + LOST - count
+
+
+def test_a_gradient_that_is_not_finite_is_seen():
+    target = sgmcmc.Full(lambda q: jnp.sum(jnp.sqrt(q)))
+    sampler = build(target, BAOAB(1.0), schedule=0.01)
+    before = sampler.init(jnp.array([1.0, -1.0]), jax.random.key(0))
+    state = steps(sampler, before, 1)
+    assert int(state.refused_in_a_row) == int(state.statistics.num_refused) == 1
+    np.testing.assert_array_equal(state.position, [1.0, -1.0])
+    equal(state.memory.momentum, -before.memory.momentum)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,23 @@ def test_steps_are_chosen_by_the_curvature_behind_the_preconditioner():
     )
 
 
+@pytest.mark.slow
+def test_frictions_are_per_unit_of_time():
+    """On a flat density paths in units of sqrt(eps) do not depend on it."""
+
+    def flat():
+        numpyro.sample("w", dist.ImproperUniform(constraints.real, (), ()))
+
+    def path(eps):
+        options = {"momentum_decay": 0.3, "steps_per_draw": 1, "warm_start": 0.0}
+        kernel = infer.SGNHT(flat, eps, **options)
+        return walk(kernel, 60, start={"w": jnp.zeros(())})[1]["w"] / eps**0.5
+
+    short, long = path(1e-4), path(0.04)
+    close(short, long, rtol=1e-3, atol=1e-4)
+    assert np.abs(short[-1]) > 0.1
+
+
 # -- preconditioners -------------------------------------------------------------------
 
 
