@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import xarray as xr
 from helpers import refused
+from numpy.testing import assert_allclose as close
+from numpy.testing import assert_array_equal as equal
 from orbits import around, assert_close
 
 from numpyro_bnn import nn, symmetry
@@ -36,9 +38,7 @@ def of_network(net, input_shape, spread=0.1, num_draws=100):
 
 
 def test_signs_and_order_are_decided_together():
-    """Against all 3! 2^3 elements of the group: no other has a larger inner product
-    with the reference.
-    """
+    """No other of 3! 2^3 elements has a larger product with the reference."""
     rng = np.random.default_rng(0)
     draws = {"w": rng.normal(size=(1, 20, 2, 3)), "v": rng.normal(size=(1, 20, 3, 1))}
     reference = {"w": rng.normal(size=(2, 3)), "v": rng.normal(size=(3, 1))}
@@ -62,9 +62,7 @@ def test_signs_and_order_are_decided_together():
 
 
 def test_draws_agree_with_their_mean():
-    """No flip or order of a single draw is closer to the mean of the canonical draws,
-    however wide they scatter.
-    """
+    """No flip or order of a single draw is closer to the mean of all."""
     rng = np.random.default_rng(3)
     center = {"w": rng.normal(size=(2, 3)), "v": rng.normal(size=(3, 2))}
     draws = {
@@ -79,22 +77,16 @@ def test_draws_agree_with_their_mean():
 
 
 def test_the_first_reference_is_a_typical_draw_with_its_units_in_order():
-    """Norms of its units fall and sums of cubes are positive; an outlier with another
-    order decides nothing.
-    """
+    """Norms fall, sums of cubes are positive; an outlier decides nothing."""
     w = np.diag([1.0, 2.0, 3.0])
     draws = np.stack([[w, w, w, np.diag([1000.0, 100.0, 1.0])]])
     placed = canonical({"w": draws[..., [1, 0, 2]]}, [Permutation([("w", 1)])])
-    np.testing.assert_array_equal(placed["w"], draws[..., ::-1])
-    np.testing.assert_array_equal(
-        canonical({"w": -draws}, [SignFlip([("w", 1)])])["w"], draws
-    )
+    equal(placed["w"], draws[..., ::-1])
+    equal(canonical({"w": -draws}, [SignFlip([("w", 1)])])["w"], draws)
 
 
 def test_canonical_draws_have_norms_and_means_of_their_gauges():
-    """Norms of the square root of d, means of 0; zero weights stay; hyper-parameters
-    and other sites stay.
-    """
+    """Norms sqrt(d), means 0; zero weights, hyper-parameters and others stay."""
     rng = np.random.default_rng(0)
     shapes = {"w": (4, 5), "b": (5,), "v": (5, 2)}
     draws = {site: rng.normal(size=(2, 3, *shape)) for site, shape in shapes.items()}
@@ -109,14 +101,12 @@ def test_canonical_draws_have_norms_and_means_of_their_gauges():
         ],
     )
     squares = (placed["w"] ** 2).sum(2) + placed["b"] ** 2
-    np.testing.assert_allclose(np.delete(squares.ravel(), 1), 5.0)
+    close(np.delete(squares.ravel(), 1), 5.0)
     assert squares.ravel()[1] == 0.0
-    np.testing.assert_allclose(placed["v"].mean(-1), 0.0, atol=1e-12)
+    close(placed["v"].mean(-1), 0.0, atol=1e-12)
     for site in ("s", "sigma"):
-        np.testing.assert_array_equal(placed[site], draws[site])
-    np.testing.assert_allclose(
-        (canonical(draws, Scale("v"))["v"] ** 2).sum((2, 3)), 10.0
-    )
+        equal(placed[site], draws[site])
+    close((canonical(draws, Scale("v"))["v"] ** 2).sum((2, 3)), 10.0)
 
 
 def test_scales_are_fixed_in_the_order_of_the_layers():
@@ -128,13 +118,11 @@ def test_scales_are_fixed_in_the_order_of_the_layers():
         placed = canonical(draws, [s for s in listed if s.continuous])
         for layer in (0, 1):
             kernel = placed[f"net/Dense_{layer}.kernel"]
-            np.testing.assert_allclose((kernel**2).sum(2), kernel.shape[2])
+            close((kernel**2).sum(2), kernel.shape[2])
 
 
 def test_draws_of_mcmc_and_of_a_file_keep_their_form():
-    """A non-centered network in single precision: bases and scales stay; ArviZ names
-    and arrays give the same.
-    """
+    """Non-centered, in single precision; from arrays and by ArviZ names."""
     symmetries, draws = of_network(nn.MLP([3, 1], "tanh"), (2,), num_draws=20)
     draws = {site: jnp.asarray(v, jnp.float32) for site, v in draws.items()}
     draws |= {
@@ -145,7 +133,7 @@ def test_draws_of_mcmc_and_of_a_file_keep_their_form():
         n: (v.shape, v.dtype) for n, v in draws.items()
     }
     for site in ("net/Dense_0.kernel_base", "sigma"):
-        np.testing.assert_array_equal(placed[site], draws[site])
+        equal(placed[site], draws[site])
     arrays = {
         site.replace("/", "."): (
             ("chain", "draw", *(f"{site}_{i}" for i in range(v.ndim - 2))),
@@ -156,7 +144,7 @@ def test_draws_of_mcmc_and_of_a_file_keep_their_form():
     stored = xr.Dataset(arrays)
     from_file = canonical(stored, symmetries)
     for site, value in placed.items():
-        np.testing.assert_array_equal(from_file[site.replace("/", ".")], value)
+        equal(from_file[site.replace("/", ".")], value)
     assert list(symmetry.invariants(stored, symmetries)) == [
         "Permutation(net.Dense_0.kernel)"
     ]
@@ -171,11 +159,9 @@ def test_invariants_of_one_hidden_layer():
     draws = {"w": rng.normal(size=(1, 4, 3, 2)), "v": rng.normal(size=(1, 4, 2, 1))}
     rescale = Rescale([("w", 1)], [("v", 0)])
     product = np.linalg.norm(draws["w"], axis=2) * np.abs(draws["v"][..., 0])
-    np.testing.assert_allclose(
-        symmetry.invariants(draws, rescale)["Rescale(w)"], product
-    )
+    close(symmetry.invariants(draws, rescale)["Rescale(w)"], product)
     both = symmetry.invariants(draws, [rescale, Permutation(UNITS)])
-    np.testing.assert_allclose(both["Rescale(w)"], -np.sort(-product))
+    close(both["Rescale(w)"], -np.sort(-product))
     draws["v"], draws["u"] = rng.normal(size=(1, 4, 2, 2)), rng.normal(size=(1, 4, 2))
     chain = [Rescale([("w", 1)], [("v", 0)]), Rescale([("v", 1)], [("u", 0)])]
     assert list(symmetry.invariants(draws, chain)) == ["Rescale(w)", "Rescale(v)"]
@@ -184,11 +170,9 @@ def test_invariants_of_one_hidden_layer():
     (scales,) = symmetry.invariants(single, chain).values()
     product = np.linalg.norm(single["w"], axis=2) * np.abs(single["v"][..., 0, :])
     expected = product * np.abs(single["u"])
-    np.testing.assert_allclose(scales, expected / 3**0.5, rtol=1e-6)
+    close(scales, expected / 3**0.5, rtol=1e-6)
     weights = {"w": np.array([[[[1.0, 2.0], [0.0, -2.0], [0.0, 2.0]]]])}
-    np.testing.assert_allclose(
-        symmetry.invariants(weights, Scale([("w", 1)]))["Scale(w)"], [[[1.0, 3.0]]]
-    )
+    close(symmetry.invariants(weights, Scale([("w", 1)]))["Scale(w)"], [[[1.0, 3.0]]])
 
 
 def test_orbit_coordinates_move_by_the_group_element(x64):
@@ -221,9 +205,7 @@ def test_orbit_coordinates_move_by_the_group_element(x64):
         before, after = (
             symmetry.orbit_coordinates(d, [s])[s.name] for d in (draws, draws | moved)
         )
-        np.testing.assert_allclose(
-            after - before, np.broadcast_to(factor * g, before.shape), atol=1e-10
-        )
+        close(after - before, np.broadcast_to(factor * g, before.shape), atol=1e-10)
     assert (
         symmetry.orbit_coordinates(
             draws, [SignFlip([("w", 1)]), Permutation([("w", 1)])]

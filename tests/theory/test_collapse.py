@@ -2,8 +2,6 @@
 single precision, refusals.
 """
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +17,6 @@ from numpyro.infer.util import log_density
 
 from numpyro_bnn import infer, models, nn, priors
 
-EPS = np.finfo(np.float32).eps
 RATE = 1e-5  # failure rate of a test that draws
 _RNG = np.random.default_rng(0)
 X = _RNG.normal(size=(7, 3)).astype(np.float32)
@@ -27,9 +24,7 @@ Y = _RNG.normal(size=7).astype(np.float32)
 
 
 def drawn_at(collapsed, values, number=4000):
-    """Many draws of the linear sites at nearly the same values of the others, whose
-    bits give the random numbers.
-    """
+    """Draws of linear sites at nearly equal values of others: other random numbers."""
 
     def draw(tick):
         at = {name: value * tick for name, value in values.items()}
@@ -50,9 +45,7 @@ def drawn_at(collapsed, values, number=4000):
 
 
 def assert_normal(draws, mean, covariance):
-    """Draws (S, P) are from that normal distribution: every whitened coordinate, their
-    radius, their products.
-    """
+    """Draws (S, P) are of that normal: coordinates, radius and products, whitened."""
     white = np.linalg.solve(np.linalg.cholesky(covariance), (draws - mean).T)
     tests = [scipy.stats.kstest(row, "norm").pvalue for row in white]
     tests.append(
@@ -150,9 +143,7 @@ def heads(shared):
 
 
 def hierarchy(hidden):
-    """Locations with a location; several data sites, masked and scaled; signs in affine
-    transforms.
-    """
+    """Locations of locations; data sites masked and scaled; signs of transforms."""
     x, mask = INPUTS[:, 0], np.arange(N) % 4 > 0
     y = np.where(mask, np.sin(x), hidden).astype(np.float32)
 
@@ -182,23 +173,6 @@ def hierarchy(hidden):
     return model
 
 
-def powers(n, p):
-    """Powers of the densities of data and prior."""
-    x = np.random.default_rng(n).normal(size=(n, p)).astype(np.float32)
-
-    def model():
-        numpyro.sample("clock", dist.Normal(0.0, 1.0))
-        with (
-            numpyro.plate("weights", p),
-            handlers.scale(scale=jnp.linspace(0.3, 2.0, p)),
-        ):
-            w = numpyro.sample("w", dist.Normal(0.3, jnp.linspace(0.7, 2.6, p)))
-        with numpyro.plate("data", n), handlers.scale(scale=jnp.linspace(0.1, 1.5, n)):
-            numpyro.sample("y", dist.Normal(x @ w, 0.7), obs=x.sum(1))
-
-    return model
-
-
 def other_inputs(h, s, w):
     """Of two outputs that have one of the first inputs, each has another second one."""
     second = jnp.concatenate([w[2:], w[2:][::-1]])
@@ -213,8 +187,6 @@ MAPS = {
     "non-centered prior": (network(priors.Hierarchical()), [f"{KERNEL}_base", BIAS]),
     "centered prior": (network(priors.Hierarchical(centered=True)), [KERNEL, BIAS]),
     "hierarchy": (hierarchy(np.nan), ["slope", "a", "mu"], hierarchy(0.0)),
-    "more data than weights": (powers(12, 4), ["w"]),
-    "more weights than data": (powers(4, 12), ["w"]),
     "flax": (of_flax, ["flax/layers_2.kernel", "flax/layers_2.bias"]),
     "affine prior, plates": (non_centered, ["w"]),
     "noise of its own": (heads(False), ["w"]),
@@ -231,10 +203,6 @@ MAPS = {
         written(lambda h, s, w, b: jnp.einsum("nh,hk->kn", h, w) + b[:, None], WK),
         ["w", "b"],
     ),
-    "weights left": (
-        written(lambda h, s, w, b: w.T @ h.T + b[:, None], WK),
-        ["w", "b"],
-    ),
     "batched": (
         written(
             lambda h, s, w: jnp.einsum("gnh,gh->gn", jnp.stack([h, s * h]), w),
@@ -244,10 +212,6 @@ MAPS = {
     ),
     "appended": (
         written(lambda h, s, w, b: jnp.c_[h, jnp.ones(N)] @ jnp.append(w, b), B),
-        ["w", "b"],
-    ),
-    "slope": (
-        written(lambda h, s, w, b: INPUTS[:, 0] * w + b, {"w": (), "b": ()}),
         ["w", "b"],
     ),
     "summed": (written(lambda h, s, w: (h * w).sum(-1), W), ["w"]),
@@ -280,9 +244,7 @@ FAST_MAPS = {"outputs", "hierarchy", "integers"}
 
 @each("name", MAPS, fast=FAST_MAPS)
 def test_every_linear_map_is_integrated_and_drawn(name):
-    """The log joint density of NumPyro is quadratic in the linear sites: two
-    derivatives give all of it.
-    """
+    """The log joint is quadratic in linear sites: two derivatives give all."""
     model, sites, *plain = MAPS[name]
     traced = handlers.trace(handlers.seed(model, 3)).get_trace()
     latent = {
@@ -329,9 +291,7 @@ def test_every_linear_map_is_integrated_and_drawn(name):
 
 @pytest.mark.parametrize(("n", "p", "orders"), [(12, 4, 12), (4, 12, 8)])
 def test_prior_scales_of_many_orders_of_magnitude(n, p, orders):
-    """Squares of such a condition number do not fit into single precision; exact in
-    float64, by singular values.
-    """
+    """Their squares do not fit into float32; exact by singular values."""
     rng = np.random.default_rng(n)
     sd = (10.0 ** np.linspace(-orders / 2, orders / 2, p)).astype(np.float32)
     x, y = (rng.normal(size=size).astype(np.float32) for size in ((n, p), n))
@@ -371,146 +331,31 @@ def test_prior_scales_of_many_orders_of_magnitude(n, p, orders):
 # -- derivatives, digits and several outputs of the integral ---------------------------
 
 
-def fits(matrix, residuals, scales):
-    """(N, K) r ~ N(R w, 1) with (P, K) w ~ N(0, s^2), and a site without an effect,
-    which stays in the sampler.
-    """
+def fits(matrix, residual):
+    """r ~ N(R w, 1), w ~ N(0, 1); a site without an effect stays in the sampler."""
     numpyro.sample("other", dist.Normal(0.0, 1.0))
-    w = numpyro.sample(
-        "w", dist.Normal(0.0, scales).expand([matrix.shape[1], len(scales)]).to_event(2)
-    )
-    numpyro.sample("y", dist.Normal(matrix @ w, 1.0).to_event(2), obs=residuals)
-
-
-@cache
-def evidence_of(shape, outputs):
-    """log N(r; 0, I + s^2 R R') of all outputs without its constant, a function of (N,
-    P) R, (N, K) r, and (K,) s.
-    """
-    example = (
-        np.ones(shape, np.float32),
-        np.ones((shape[0], outputs), np.float32),
-        np.ones(outputs, np.float32),
-    )
-    collapsed = infer.collapse(fits, ["w"], *example)
-
-    def log_evidence(matrix, residuals, scales):
-        log = log_density(collapsed, (matrix, residuals, scales), {}, {"other": 0.0})[0]
-        return log + 0.5 * (1 + residuals.size) * jnp.log(2 * jnp.pi)
-
-    return log_evidence
-
-
-def of_one_output(shape):
-    """Of one output, as a function of R and (N, 1) r."""
-    return lambda matrix, residual: evidence_of(shape, 1)(
-        matrix, residual, jnp.ones(1, matrix.dtype)
-    )
-
-
-@cache
-def slopes_of(shape):
-    return jax.jit(jax.value_and_grad(of_one_output(shape), (0, 1)))
-
-
-def textbook(matrix, residual):
-    """By the covariance of the data, which loses digits; derivatives by JAX."""
-    covariance = jnp.eye(matrix.shape[-2]) + matrix @ matrix.mT
-    squares = residual.mT @ jnp.linalg.solve(covariance, residual)
-    return -0.5 * (jnp.linalg.slogdet(covariance)[1] + squares[..., 0, 0])
-
-
-def loses_digits(matrix):
-    """Whether the precision of (N, P) R, P <= N, has no Cholesky decomposition with
-    half of the digits.
-    """
-    gram = np.eye(matrix.shape[1]) + np.asarray(matrix, float).T @ np.asarray(
-        matrix, float
-    )
-    return (
-        np.sum(np.diag(gram) * np.diag(np.linalg.inv(gram)))
-        >= np.finfo(matrix.dtype).eps ** -0.5
-    )
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([matrix.shape[1]]).to_event(1))
+    numpyro.sample("y", dist.Normal(matrix @ w, 1.0).to_event(1), obs=residual)
 
 
 @pytest.mark.parametrize("shape", [(12, 4), (4, 12)])
 def test_samplers_get_the_right_second_derivatives_of_a_collapsed_density(shape, x64):
+    """Those of the density of the data by their covariance."""
     rng = np.random.default_rng(0)
-    point = (
-        jnp.asarray(rng.normal(size=shape)),
-        jnp.asarray(rng.normal(size=(shape[0], 1))),
-    )
-    expected, derivatives = (
-        jax.jit(jax.hessian(fn, (0, 1)))(*point)
-        for fn in (textbook, of_one_output(shape))
-    )
-    for a, b in zip(
-        jax.tree.leaves(derivatives), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
+    point = [jnp.asarray(rng.normal(size=size)) for size in (shape, shape[0])]
+    collapsed = infer.collapse(fits, ["w"], *point)
 
+    def found(*point):
+        return log_density(collapsed, point, {}, {"other": 0.0})[0]
 
-def features(inputs, noise, prior, rows=1100):
-    """R and r of a network of 50 tanh units; so many rows come in chunks."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(rows, inputs))
-    h = np.tanh(x @ rng.normal(size=(inputs, 50)) + rng.normal(size=50))
-    r = np.sin(x[:, :1]) + noise * rng.normal(size=(rows, 1))
-    matrix = np.column_stack([prior * h, np.ones(rows)]) / noise
-    return jnp.asarray(matrix, jnp.float32), jnp.asarray(r / noise, jnp.float32)
+    def textbook(matrix, residual):
+        covariance = jnp.eye(len(residual)) + matrix @ matrix.T
+        squares = residual @ jnp.linalg.solve(covariance, residual)
+        return -0.5 * (jnp.linalg.slogdet(covariance)[1] + squares)
 
-
-CASES = [(1, 1e-3, 100.0), (8, 0.1, 1.0), (8, 1e-3, 0.14)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_single_precision(case):
-    """As exact as rounded features allow: errors are compared with those of double
-    precision at rounded features.
-    """
-    _, noise, prior = case
-    matrix, residual = features(*case)
-    value_and_slopes = slopes_of(matrix.shape)
-    single, slopes = value_and_slopes(matrix, residual)
-    with jax.enable_x64(True):
-        point = [jnp.asarray(np.asarray(part, float)) for part in (matrix, residual)]
-        value, exact = value_and_slopes(*point)
-        rng = np.random.default_rng(1)
-        rounded = [
-            value_and_slopes(
-                point[0] * (1 + EPS * rng.normal(size=matrix.shape)), point[1]
-            )
-            for _ in range(4)
-        ]
-    inherent = np.sqrt(np.mean([(float(at) - float(value)) ** 2 for at, _ in rounded]))
-    # what the Cholesky decomposition may lose, per weight in the log determinant
-    digits = EPS**0.5
-    assert (
-        abs(float(single) - float(value))
-        < 10 * inherent + 10 * EPS * abs(float(value)) + digits
-    )
-    if not loses_digits(matrix):
-        # the error of the data has all digits, after a second pass
-        error = np.asarray(exact[1])
-        assert np.linalg.norm(
-            np.asarray(slopes[1], float) - error
-        ) < 20 * EPS * np.linalg.norm(error)
-    # Slopes along changes of the features, as of the first layer: (1 - h^2) times a
-    # smooth function.
-    h = np.asarray(matrix, float) * noise / prior
-    for part, change in enumerate(
-        (prior / noise * (1 - h**2) * np.sin(np.arange(51)), np.ones(residual.shape))
-    ):
-
-        def along(slopes, part=part, change=change):
-            return float(np.sum(np.asarray(slopes[part], float) * change))
-
-        scale = np.sqrt(np.sum((np.asarray(exact[part], float) * change) ** 2))
-        inherent = np.sqrt(
-            np.mean([(along(at) - along(exact)) ** 2 for _, at in rounded])
-        )
-        assert abs(along(slopes) - along(exact)) < 10 * inherent + digits * scale
+    both = (jax.jit(jax.hessian(fn, (0, 1)))(*point) for fn in (found, textbook))
+    for parts in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(*parts, rtol=1e-8, atol=1e-10)
 
 
 # -- refusals --------------------------------------------------------------------------
@@ -556,11 +401,6 @@ REFUSED = [
     ),
     (of_one(lambda w: dist.Normal(w, 1.0)), ["w"], "Leave at least one"),
     (of_one(lambda w: dist.Normal(jax.nn.relu(w), 1.0)), ["w"], "is not linear"),
-    (
-        of_one(lambda w: dist.Normal(jax.nn.relu(w), 1), lambda: dist.Normal(0, 1)),
-        ["w"],
-        "is not linear",
-    ),
     (of_one(lambda w: dist.Normal(0.0, jnp.exp(w))), ["w"], "the scale of 'y' depends"),
     (of_one(lambda w: dist.Poisson(jnp.exp(w)), obs=1), ["w"], "'y' (Poisson) depends"),
     (
@@ -574,12 +414,8 @@ REFUSED = [
     (spreading, ["w", "v"], "the scale of 'v' depends"),
     (heads(True), ["w"], "give the mean weights of its own"),
     (lambda: regression(X, Y), ["b"], "'b'"),
-    (lambda: regression(X, Y), ["tau"], "HalfCauchy prior"),
     (lambda: regression(X), ["w"], "'y'"),
-    *(
-        (lambda: regression(X, Y), names, "sequence of distinct site names")
-        for names in ("w", [], ["w", "w"], [1])
-    ),
+    (lambda: regression(X, Y), ["w", "w"], "sequence of distinct site names"),
 ]
 
 

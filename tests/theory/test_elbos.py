@@ -14,9 +14,11 @@ import pytest
 from helpers import each, refused
 from jax import lax, random
 from jax.flatten_util import ravel_pytree
+from numpy.testing import assert_allclose as close
 from numpyro import handlers
 from numpyro.contrib.module import random_flax_module
 from numpyro.infer import Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
 from scipy import stats
 from zoo import ZOO
 
@@ -44,34 +46,14 @@ def observe(mean, y):
 
 
 def mean_field(model, *args):
-    """Independent normals, positive where the model is."""
-    trace, draws, params = {}, np.random.default_rng(2), {}
-    jax.eval_shape(
-        lambda: trace.update(handlers.trace(handlers.seed(model, 0)).get_trace(*args))
-    )
-    sites = {
-        name: site
-        for name, site in trace.items()
-        if site["type"] == "sample" and not site["is_observed"]
-    }
-    for name, site in sites.items():
-        shape = site["value"].shape
-        params[f"{name}_loc"] = jnp.asarray(0.4 * draws.normal(size=shape))
-        params[f"{name}_scale"] = jnp.full(shape, 0.2)
-
-    def guide(*args):
-        for name, site in sites.items():
-            fn = dist.Normal(
-                numpyro.param(f"{name}_loc"), numpyro.param(f"{name}_scale")
-            )
-            to_support = dist.biject_to(site["fn"].support)
-            identity = (
-                isinstance(to_support, dist.transforms.IdentityTransform)
-                or site["fn"].event_dim
-            )
-            fn = fn if identity else dist.TransformedDistribution(fn, to_support)
-            numpyro.sample(name, fn.to_event(site["fn"].event_dim))
-
+    """Independent normals, positive where the model is, at places of our own."""
+    guide, draws = AutoNormal(model, prefix=""), np.random.default_rng(2)
+    trace = handlers.trace(handlers.seed(guide, 0)).get_trace(*args)
+    params = {n: s["value"] for n, s in trace.items() if s["type"] == "param"}
+    for name, value in params.items():
+        at_loc = name.endswith("loc")
+        new = 0.4 * draws.normal(size=value.shape) if at_loc else 0.2
+        params[name] = jnp.full(value.shape, new)
     return guide, params
 
 
@@ -90,14 +72,10 @@ def draws_of(elbo, model, guide, params, args=(), count=COUNT, seed=0):
 
 
 def same_mean(ours, theirs, rate=1e-4):
-    """Whether all columns have the same mean, with this failure rate; those without
-    variance have to agree.
-    """
+    """Equal means of all columns, at this rate; of those without variance exactly."""
     error = np.sqrt(ours.var(0) / len(ours) + theirs.var(0) / len(theirs))
     fixed, difference = error < 1e-6, ours.mean(0) - theirs.mean(0)
-    np.testing.assert_allclose(
-        difference[fixed], 0.0, atol=1e-4 * (1 + np.abs(theirs).max())
-    )
+    close(difference[fixed], 0.0, atol=1e-4 * (1 + np.abs(theirs).max()))
     z = difference[~fixed] / error[~fixed]
     return np.abs(z).max() < stats.norm.isf(rate / 2 / z.size)
 
@@ -234,9 +212,7 @@ def test_report_gives_the_reason_for_every_plain_site():
 
 
 def test_divergences_are_exact():
-    """Without a likelihood the loss is KL(q || p): known, and without variance, with
-    expanded sites and scales.
-    """
+    """Without a likelihood the loss is KL(q || p), and has no variance."""
 
     def model():
         numpyro.sample("event", dist.Normal(0.5, 2.0).expand([3, 2]).to_event(2))
@@ -271,7 +247,7 @@ def test_divergences_are_exact():
         losses = draws_of(TraceFlipout_ELBO(), model, guide, {"unused": 0.0}, count=5)[
             :, -1
         ]
-    np.testing.assert_allclose(losses, exact, rtol=1e-5)
+    close(losses, exact, rtol=1e-5)
 
 
 def test_divergence_from_a_prior_that_is_drawn_from_the_site():
@@ -323,7 +299,7 @@ def test_particles_are_averaged():
                 key, num_particles=4, vectorize_particles=v
             )
         )(random.key(3))
-        np.testing.assert_allclose(found, single, rtol=1e-5)
+        close(found, single, rtol=1e-5)
 
 
 def test_rows_without_input_have_finite_gradients():
@@ -422,11 +398,7 @@ def seen(elbo, terms, shapes, *args):
 
 B, K = 4, 6
 # rows with the same number share a draw
-APART, PAIRS, SHARED = (
-    (0, 1, 2, 3),
-    (0, 0, 1, 1),
-    (0, 0, 0, 0),
-)
+APART, PAIRS, SHARED = ((0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 0, 0))
 
 # Function of h = x @ w, (4, 6), whose outputs are terms, and the rows that may have
 # draws of their own.
@@ -499,9 +471,7 @@ FUNCTIONS = {
 
 @cache
 def rows_of_functions():
-    """How each function's weight is drawn, and the product of equal inputs with it as
-    each row sees it, (4, 6).
-    """
+    """How each weight is drawn, and its product with equal inputs, (4, 6)."""
 
     def terms(name, w, x):
         h = x @ w
@@ -574,7 +544,7 @@ def test_flipout_signs_of_all_rows_and_outputs_are_independent():
     assert report == dict.fromkeys(uses, FLIPOUT)
     for name, h in draw(count).items():
         signs = np.sign(h).astype(float)
-        np.testing.assert_allclose(
+        close(
             np.abs(h), np.abs(h[:, :1]).repeat(rows, 1), rtol=1e-5
         )  # one perturbation
         for flat in (signs.reshape(count, -1), signs.prod(-1)):

@@ -186,9 +186,7 @@ def test_masked_values_are_not_counted_as_observations(key):
 
 
 def test_a_guide_with_auxiliary_variables_keeps_its_bound(key):
-    """q(z) is the posterior N(1/2, 1/2), made of two normals; with the exact reverse
-    r(u | z) the bound is tight.
-    """
+    """q(z) = N(1/2, 1/2) of two normals, with the exact reverse r(u | z)."""
 
     def model(y):
         z = numpyro.sample("z", dist.Normal(0.0, 1.0))

@@ -14,6 +14,7 @@ import optax
 import pytest
 from helpers import each, refused
 from jax import random
+from numpy.testing import assert_allclose as close
 from numpyro import handlers
 from numpyro.infer import SVI, Predictive, Trace_ELBO
 from numpyro.infer.reparam import NeuTraReparam
@@ -92,7 +93,7 @@ def test_a_coupling_flow_is_inverted_and_has_the_density_of_autodiff(name, x64):
     found = measured(params, 2.0 * random.normal(random.key(7), (40, DIM)))
     assert np.ptp(found["log det"][0]) > 0.1  # nothing is tested at the identity
     for what, (one, other) in found.items():
-        np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-9, err_msg=what)
+        close(one, other, rtol=1e-7, atol=1e-9, err_msg=what)
 
 
 def test_a_layer_scales_by_at_most_its_bound():
@@ -106,9 +107,7 @@ def test_a_layer_scales_by_at_most_its_bound():
     )
     flow = dist.transforms.ComposeTransform(q.transforms)
     y = jax.jit(lambda z: flow(z))(jnp.array([0.3, -0.7, 1.0, 1.0, 1.0]))
-    np.testing.assert_allclose(
-        y, [0.3, -0.7, np.exp(bound), np.exp(-bound), np.exp(0.01)], rtol=1e-5
-    )
+    close(y, [0.3, -0.7, np.exp(bound), np.exp(-bound), np.exp(0.01)], rtol=1e-5)
 
 
 def test_a_coupling_flow_starts_as_the_mean_field():
@@ -117,15 +116,7 @@ def test_a_coupling_flow_starts_as_the_mean_field():
     expected = dist.Normal(block.loc, block.scale).to_event(1)
     x = block.loc + 3.0 * block.scale * random.normal(random.key(0), (20, DIM))
     density = jax.jit(lambda x: distribution(params).log_prob(x))(x)
-    np.testing.assert_allclose(density, expected.log_prob(x), rtol=1e-4, atol=1e-4)
-
-
-def test_number_of_parameters_is_linear():
-    """4 layers: kernels (D / 2, 32) and (32, D) with biases; loc and scale."""
-    params, _ = traced(guides.Coupling(), 40)
-    assert (
-        sum(map(np.size, params.values())) == 4 * (20 * 32 + 32 + 32 * 40 + 40) + 2 * 40
-    )
+    close(density, expected.log_prob(x), rtol=1e-4, atol=1e-4)
 
 
 # -- guides ----------------------------------------------------------------------------
@@ -163,11 +154,7 @@ def test_blocks_share_flows_and_the_rest_is_mean_field():
 
 
 def test_neutra_density_is_that_of_the_model():
-    """What NUTS sees behind the flow is the model's density at the mapped point times
-    |det|.
-
-    One block with a flow, the rest by mean field.
-    """
+    """What NUTS sees is the density at the mapped point times |det|."""
     guide = guides.AutoCoupling(SPREAD.model, "w", num_flows=2, hidden=(3,))
     params = away_from_start(started(guide, *SPREAD.args))
     neutra = NeuTraReparam(guide, params)
@@ -189,10 +176,8 @@ def test_neutra_density_is_that_of_the_model():
         ] + log_det(z)
 
     z = random.normal(random.key(3), (guide.latent_dim,))
-    np.testing.assert_allclose(*jax.jit(densities)(z), rtol=1e-5)
-    np.testing.assert_allclose(
-        neutra.transform_sample(jnp.stack([z, z]))["w"][1], sites(z)["w"], rtol=1e-5
-    )
+    close(*jax.jit(densities)(z), rtol=1e-5)
+    close(neutra.transform_sample(jnp.stack([z, z]))["w"][1], sites(z)["w"], rtol=1e-5)
 
 
 def test_neutra_refuses_maps_that_depend_on_data():
@@ -274,7 +259,7 @@ def test_flowjax_density_is_that_of_flowjax():
         ]
 
     for found, expected in densities(z):
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        close(found, expected, rtol=1e-4)
 
 
 def test_what_is_not_trainable_is_no_parameter():

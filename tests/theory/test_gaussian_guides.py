@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from helpers import refused
+from numpy.testing import assert_allclose as close
 from numpyro import handlers
 from numpyro.infer import Trace_ELBO, init_to_value
 from numpyro.infer.autoguide import AutoNormal
@@ -47,9 +48,7 @@ def levels(batch_size=None):
 
 @pytest.mark.slow
 def test_a_guide_that_follows_its_scales_contains_them_all():
-    """At location 0 and scale 1 it is the model itself: every weight is 1, the loss of
-    a minibatch 0.
-    """
+    """At location 0 and scale 1 it is the model: every weight is 1."""
     guide = guides.AutoBlocks(
         levels, {"w": guides.FullRank()}, condition_on_scales=True
     )
@@ -65,13 +64,13 @@ def test_a_guide_that_follows_its_scales_contains_them_all():
     def loss(key):
         return Trace_ELBO().loss(key, params, levels, guide, batch_size)
 
-    np.testing.assert_allclose(
+    close(
         jax.jit(jax.vmap(loss))(jax.random.split(jax.random.key(0), 5)), 0.0, atol=1e-4
     )
     found = guides.evidence(
         guide, params, batch_size, rng_key=jax.random.key(1), num_samples=5
     )
-    np.testing.assert_allclose(found.log_weights, 0.0, atol=1e-4)
+    close(found.log_weights, 0.0, atol=1e-4)
 
 
 def scaled_about_a_mean():
@@ -105,17 +104,15 @@ def test_conditioned_weights_follow_their_scale_and_mean(form):
         scaled_about_a_mean, blocks, condition_on_scales=True, init_loc_fn=start
     )
     params = first_params(guide)
-    np.testing.assert_allclose(params[f"{prefix}_loc"], [0.25, 0.75, 1.25], rtol=1e-5)
+    close(params[f"{prefix}_loc"], [0.25, 0.75, 1.25], rtol=1e-5)
     first = params[f"{prefix}_{of_scale}"]
-    np.testing.assert_allclose(
-        np.diagonal(first) if first.ndim == 2 else first, 0.05, rtol=1e-5
-    )
+    close(np.diagonal(first) if first.ndim == 2 else first, 0.05, rtol=1e-5)
     loc = jnp.array([0.4, -1.0, 2.0])
     at = params | {f"{prefix}_loc": loc, f"{prefix}_{of_scale}": 1e-6 * jnp.sign(first)}
     draws = guide.sample_posterior(jax.random.key(1), at, sample_shape=(20,))
     assert np.std(draws["mean"]) > 0.01
     expected = draws["mean"][:, None] + draws["scale"][:, None] * loc
-    np.testing.assert_allclose(draws["w"], expected, rtol=1e-4, atol=1e-4)
+    close(draws["w"], expected, rtol=1e-4, atol=1e-4)
 
 
 # -- starts ----------------------------------------------------------------------------
@@ -153,10 +150,8 @@ def test_spread_of_a_base_is_that_of_its_weight():
         model, init_loc_fn=init_to_value(values={"large_base": z, "small_base": z})
     )
     params = first_params(guide)
-    np.testing.assert_allclose(
-        params["large_base_auto_scale"], 0.1 * 0.1 / 3, rtol=1e-5
-    )
-    np.testing.assert_allclose(params["small_base_auto_scale"], 0.1, rtol=1e-5)
+    close(params["large_base_auto_scale"], 0.1 * 0.1 / 3, rtol=1e-5)
+    close(params["small_base_auto_scale"], 0.1, rtol=1e-5)
 
 
 def test_first_scales_by_site():
@@ -172,15 +167,15 @@ def test_first_scales_by_site():
         return {name: params[f"{name}_auto_scale"] for name in ("w", "v", "s")}, params
 
     for name, value in {"w": 0.2 * 0.5, "v": 0.2 * 0.01, "s": 0.2}.items():
-        np.testing.assert_allclose(scales(0.2)[0][name], value, rtol=1e-5)
+        close(scales(0.2)[0][name], value, rtol=1e-5)
     chosen = jnp.linspace(0.1, 0.8, 8).reshape(4, 2)
     start = init_to_value(values={"s": 2.0, "w": chosen, "v": chosen})
     found, params = scales({"w": chosen, "[s]": 0.3}, init_loc_fn=start)
-    np.testing.assert_allclose(found["w"], chosen, rtol=1e-5)
-    np.testing.assert_allclose(found["s"], 0.3, rtol=1e-5)
-    np.testing.assert_allclose(found["v"], 0.1 * 0.01, rtol=1e-5)
-    np.testing.assert_allclose(params["s_auto_loc"], np.log(2.0), rtol=1e-5)
-    np.testing.assert_allclose(params["w_auto_loc"], chosen, rtol=1e-5)
+    close(found["w"], chosen, rtol=1e-5)
+    close(found["s"], 0.3, rtol=1e-5)
+    close(found["v"], 0.1 * 0.01, rtol=1e-5)
+    close(params["s_auto_loc"], np.log(2.0), rtol=1e-5)
+    close(params["w_auto_loc"], chosen, rtol=1e-5)
 
 
 # -- closed forms ----------------------------------------------------------------------
@@ -196,7 +191,7 @@ def test_low_rank_covariance_is_the_published_form():
         block
     )
     expected = jnp.diag(scale) @ (jnp.eye(3) + factor @ factor.T) @ jnp.diag(scale)
-    np.testing.assert_allclose(fn.covariance_matrix, expected, rtol=1e-5)
+    close(fn.covariance_matrix, expected, rtol=1e-5)
 
 
 @pytest.mark.core
@@ -224,12 +219,10 @@ def test_mean_field_is_numpyros_auto_normal_with_another_start():
     ]
     assert list(traces[0]) == list(traces[1])
     for name, site in traces[1].items():
-        np.testing.assert_allclose(traces[0][name]["value"], site["value"], rtol=1e-6)
+        close(traces[0][name]["value"], site["value"], rtol=1e-6)
         if site["type"] == "sample":
             expected = site["fn"].log_prob(site["value"])
-            np.testing.assert_allclose(
-                traces[0][name]["fn"].log_prob(site["value"]), expected, rtol=1e-6
-            )
+            close(traces[0][name]["fn"].log_prob(site["value"]), expected, rtol=1e-6)
             assert traces[0][name]["scale"] == site["scale"]
 
 

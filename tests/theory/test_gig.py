@@ -12,7 +12,6 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import each
 from jax import random
 from numpyro import handlers
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
@@ -62,9 +61,7 @@ def log_draws(p, a, b, prior=dist.Gamma):
 
 
 class Quadrature:
-    """Distribution function of x = log t by the trapezoid rule, spectrally accurate for
-    so smooth a density.
-    """
+    """Distribution function of x = log t by the trapezoid rule."""
 
     def __init__(self, p, a, b):
         root = np.hypot(p, np.sqrt(a * b))
@@ -104,12 +101,10 @@ class Quadrature:
         )
 
 
-@each("double", [False, True], fast=1)
-def test_draws_have_the_distribution_and_the_moments(double):
+def test_draws_have_the_distribution_and_the_moments():
     """Kolmogorov-Smirnov; mean and variance of log t within normal quantiles."""
     p, w = np.array(GRID).T
-    with jax.enable_x64(double):
-        x = log_draws(p, RATIO * w, w / RATIO)
+    x = log_draws(p, RATIO * w, w / RATIO)
     bound = stats.norm.isf(FAILURE / (4 * len(GRID)))
     p_values = []
     for column, order, width in zip(x.T, p, w, strict=True):
@@ -127,9 +122,7 @@ def test_draws_have_the_distribution_and_the_moments(double):
 
 @pytest.mark.slow
 def test_gamma_and_inverse_gamma_limits():
-    """b = 0 or a = 0; a precision and the variance that is its inverse get reciprocal
-    draws from one key.
-    """
+    """b = 0 or a = 0, whose draws from one key are reciprocal."""
     p = np.array([0.5, 1.0, 7.5, 300.0])
     x = log_draws(p, 3.0, 0.0)
     for order, column in zip(p, x.T, strict=False):

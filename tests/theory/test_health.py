@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import pytest
-from helpers import group, group_names, results
-from numpyro.infer import HMC, MCMC, NUTS, SVI, BarkerMH, Gibbs, Trace_ELBO
+from helpers import group, group_names, results, with_groups
+from numpyro.infer import MCMC, NUTS, SVI, BarkerMH, Gibbs, Trace_ELBO
 from numpyro.infer.svi import SVIRunResult
-from registry import KERNELS, USUAL
+from registry import USUAL
 from zoo import ZOO
 
 import numpyro_bnn as bnn
@@ -48,33 +48,25 @@ class Made:
             "configurational_temperature": 1 + 0.1 * rng.normal(size=shape),
             "kinetic_temperature": 1 + 0.1 * rng.normal(size=shape),
         }
+        each = lambda value: str([value] * chains)  # noqa: E731
         self.attrs = {
             "algorithm": "MCLMC",
             "num_chains": chains,
             "temperature": 1.0,
             "temperature_band_high": 1.2,
-        }
-        self.attrs |= {
             "target_energy_variance": 4.5e-4,
-            "mean_energy_variance": str([4e-4] * chains),
-        }
-        self.attrs |= {
+            "mean_energy_variance": each(4e-4),
             "implied_bias": 0.05,
             "max_tree_depth": 10,
             "pareto_k": 0.3,
             "elbo_rise": 0.0,
-        }
-        self.attrs |= {"explained_by_members": json.dumps({"y": [0.95] * chains})}
-        self.attrs |= {
-            "base_step_size": str([0.1] * chains),
-            "restarts": str([0.0] * chains),
-        }
-        self.attrs |= {"refused_steps": str([0.01] * chains), "max_energy_error": 5.0}
-        self.attrs |= {
-            "variance_covered": str([0.9] * chains),
-            "mean_accept_prob": str([0.6] * chains),
-        }
-        self.attrs |= {
+            "explained_by_members": json.dumps({"y": [0.95] * chains}),
+            "base_step_size": each(0.1),
+            "restarts": each(0.0),
+            "refused_steps": each(0.01),
+            "max_energy_error": 5.0,
+            "variance_covered": each(0.9),
+            "mean_accept_prob": each(0.6),
             "frozen_chains": "[]",
             "steps_kept": 20_000,
             "steps_needed": 10_000.0,
@@ -101,20 +93,35 @@ class Made:
             "constant_data": {"x": rows["x"]},
             "predictions_constant_data": {"x": (("new", "x_dim_1"), self.new)},
         }
-        cast = {
-            group: {
-                n: (dims, v.astype(dtype) if v.dtype.kind == "f" else v)
-                for n, (dims, v) in held.items()
-            }
-            for group, held in groups.items()
-            if group not in without
-        }
-        return results(cast, self.attrs)
+        for name in without:
+            del groups[name]
+        for variables in groups.values():
+            for name, (dims, value) in variables.items():
+                floats = value.dtype.kind == "f"
+                variables[name] = dims, value.astype(dtype) if floats else value
+        return results(groups, self.attrs)
+
+    def predicting(self, labels=None, add=False, without=(), **variables):
+        """The result with other predictions, of dims and values, and maybe targets."""
+        idata = self.idata(without=without)
+        old = group(idata, "posterior_predictive")
+        new = {name: ((*SAMPLE, *dims), v) for name, (dims, v) in variables.items()}
+        changed = {"posterior_predictive": (old if add else old[[]]).assign(**new)}
+        if labels is not None:
+            observed = group(idata, "observed_data")
+            named = {name.split("_")[0]: (("data",), labels) for name in variables}
+            changed["observed_data"] = observed.assign(named)
+        return with_groups(idata, **changed)
+
+
+def findings_of(idata):
+    """Findings by name of the check."""
+    return {finding.name: finding for finding in health(idata).findings}
 
 
 def all_checks():
     """Names of all checks: a healthy result has a finding of each."""
-    return {finding.name for finding in health(Made().idata()).findings}
+    return set(findings_of(Made().idata()))
 
 
 def off(idata):
@@ -124,11 +131,9 @@ def off(idata):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_healthy_result_is_silent_and_every_check_is_made(dtype):
-    made = health(Made().idata(dtype))
-    assert made.warnings == ()
-    assert {
-        finding.name for finding in made.findings if finding.verdict == "ok"
-    } == all_checks()
+    made = findings_of(Made().idata(dtype))
+    assert made.keys() == all_checks()
+    assert {finding.verdict for finding in made.values()} == {"ok"}
 
 
 def attrs(**changes):
@@ -250,11 +255,9 @@ def far(made):
 FAILURES = [
     (diverged, ["diverged"], "chain 2 at step 17"),
     (nan_chain, ["diverged"], "chain 1)"),
-    (impossible(np.nan), ["support"], "0.50% of the draws of chain 2 have log"),
-    (impossible(-np.inf), ["support"], "that are NaN or infinite"),
+    (impossible(-np.inf), ["support"], "0.50% of the draws of chain 2 have log"),
     (holds(1, slice(0, S)), ["frozen"], "chain 1 holds one draw for 200 of its 200"),
-    (holds(3, slice(20, 60)), ["frozen"], "chain 3 holds one draw for 40 of"),
-    (holds(3, slice(20, 40)), ["frozen"], "chain 3"),
+    (holds(3, slice(20, 40)), ["frozen"], "chain 3 holds one draw for 20 of"),
     (nearly_frozen, ["frozen"], "chain 0"),
     (stats("diverging", (1, slice(30)), True), ["divergences"], "15.0%"),
     (attrs(frozen_chains="[2]"), ["moved"], "chains [2] accept below 1 %"),
@@ -357,13 +360,7 @@ def test_what_a_linear_model_explains_is_that_of_refits_without_each_row(classes
         predictions[i] = design[i] @ weights
     if classes:
         probs = np.full((C, S, N, 3), 1 / 3) + 1e-3 * np.eye(3)[1]
-        groups = {name: group(idata, name) for name in group_names(idata)}
-        groups["posterior_predictive"] = groups["posterior_predictive"].drop_vars(
-            ["y", "y_mean"]
-        )
-        groups["posterior_predictive"]["y_probs"] = ((*SAMPLE, "data", "class"), probs)
-        groups["observed_data"] = groups["observed_data"].assign(y=(("data",), labels))
-        idata = results(groups, made.attrs)
+        idata = made.predicting(labels, y_probs=(("data", "class"), probs))
         losses, own = predictions.argmax(1) != y, np.tile(y != 1, (C, 1))
         constant = y != np.bincount(y).argmax()
     else:
@@ -371,7 +368,7 @@ def test_what_a_linear_model_explains_is_that_of_refits_without_each_row(classes
         constant = (y - y.mean()) ** 2
     more = (own - 1.0 * losses) / constant.mean()
     behind = more.mean(1) - 2 * more.std(1, ddof=1) / N**0.5
-    found = {finding.name: finding for finding in health(idata).findings}["linear"]
+    found = findings_of(idata)["linear"]
     # half of the draws are read
     assert found.value == pytest.approx(behind.max(), rel=0 if classes else 2e-3)
     assert f"explains {1 - losses.mean() / constant.mean():.0%} of y" in found.what
@@ -379,9 +376,7 @@ def test_what_a_linear_model_explains_is_that_of_refits_without_each_row(classes
 
 
 def test_inputs_without_a_line_are_not_compared():
-    """Where a linear model explains nothing, neither need a network; targets that do
-    not vary leave nothing to explain.
-    """
+    """Nor are targets that do not vary."""
     made = Made()
     made.y = made.rng.normal(size=N)
     made.f = 0.0 * made.f + 0.01 * made.rng.normal(size=made.f.shape)
@@ -398,17 +393,12 @@ def test_every_check_has_a_failure():
 def test_notes_are_in_the_table_and_do_not_warn():
     many = Made()
     many.attrs |= {"pareto_k": 0.9, "restarts": str([0.0, 2.0, 0.0, 0.0])}
-    notes = {
-        f.name: f.what for f in health(many.idata()).findings if f.verdict == "note"
-    }
-    assert notes.keys() == {"pareto_k", "restarts"}
-    assert notes["restarts"] == "chain 1 started again 2 times in warm-up"
-    found = {
-        finding.name: finding for finding in health(Made(draws=12).idata()).findings
-    }
-    assert {name for name, finding in found.items() if finding.verdict != "ok"} == {
-        "few_draws"
-    }
+    found = findings_of(many.idata())
+    notes = {name for name, finding in found.items() if finding.verdict == "note"}
+    assert notes == {"pareto_k", "restarts"}
+    assert found["restarts"].what == "chain 1 started again 2 times in warm-up"
+    found = findings_of(Made(draws=12).idata())
+    assert [f.name for f in found.values() if f.verdict != "ok"] == ["few_draws"]
     assert "rhat" not in found  # few draws are not judged by their mixing
     assert "12 draws in each chain" in found["few_draws"].what
 
@@ -420,22 +410,16 @@ def test_a_member_that_learned_the_noise_is_no_trap(nats, verdict):
     made.f = 0.05 * made.f  # all chains explain a tenth, their members 95 %
     own = (-0.5 * ((made.f - made.y) / 0.3) ** 2).sum(2).mean(1)
     made.attrs["log_likelihood_of_members"] = json.dumps((own + nats).tolist())
-    found = {finding.name: finding.verdict for finding in health(made.idata()).findings}
-    assert found["fit"] == verdict
+    assert findings_of(made.idata())["fit"].verdict == verdict
 
 
 def with_observations(made, noise):
-    """Observations drawn around the function."""
-    idata = made.idata()
+    """Findings where observations are drawn around the function."""
     y = made.f + noise * made.rng.normal(size=made.f.shape)
-    groups = {name: group(idata, name) for name in group_names(idata)}
-    groups["posterior_predictive"] = groups["posterior_predictive"].assign(
-        y=((*SAMPLE, "data"), y)
-    )
-    return {f.name: f for f in health(results(groups, made.attrs)).findings}
+    return findings_of(made.predicting(add=True, y=(("data",), y)))
 
 
-@pytest.mark.parametrize("chains", [2, 4, 16])
+@pytest.mark.parametrize("chains", [2, 16])
 @pytest.mark.parametrize(("nats", "verdict"), [(0.07, "note"), (0.12, "warning")])
 def test_a_chain_that_differs_is_noted_if_that_costs_next_to_nothing(
     chains, nats, verdict
@@ -486,16 +470,9 @@ def two_classes(made):
 @pytest.mark.parametrize("predicted", [spread_apart, one_output, two_classes])
 def test_chains_that_differ_in_a_part_are_never_silent(predicted):
     made = Made()
-    drawn = {
-        name: ((*SAMPLE, *dims), value)
-        for name, (dims, value) in predicted(made).items()
-    }
-    idata = made.idata(without=("observed_data", "log_likelihood"))
-    groups = {name: group(idata, name) for name in group_names(idata)}
-    bare = groups["posterior_predictive"][[]]
-    groups["posterior_predictive"] = bare.assign(**drawn)
-    found = {f.name: f for f in health(results(groups, made.attrs)).findings}
-    assert found["rhat"].verdict == "warning"
+    without = ("observed_data", "log_likelihood")
+    idata = made.predicting(without=without, **predicted(made))
+    assert findings_of(idata)["rhat"].verdict == "warning"
 
 
 @pytest.mark.parametrize(("noise", "verdict"), [(1.0, "note"), (0.02, "warning")])
@@ -515,16 +492,9 @@ def test_chains_of_class_probabilities_are_judged_by_their_divergence(shift, ver
     means = probs.mean(1)
     cost = (means * np.log(means / means.mean(0))).sum(-1).mean(-1).max()
     assert (cost < 0.1) == (verdict == "note")
-    idata = made.idata()
-    groups = {name: group(idata, name) for name in group_names(idata)}
-    groups["posterior_predictive"] = groups["posterior_predictive"][[]].assign(
-        y_probs=((*SAMPLE, "data", "class"), probs)
-    )
-    groups["observed_data"] = groups["observed_data"].assign(
-        y=(("data",), made.rng.integers(3, size=N))
-    )
-    report = health(results(groups, made.attrs))
-    found = {finding.name: finding for finding in report.findings}["rhat"]
+    labels = made.rng.integers(3, size=N)
+    idata = made.predicting(labels, y_probs=(("data", "class"), probs))
+    found = findings_of(idata)["rhat"]
     assert found.verdict == verdict
     if verdict == "note":
         stated = float(found.what.split()[-2])
@@ -627,21 +597,13 @@ def test_many_outputs_of_few_independent_draws_are_no_alarm():
 def test_several_sites_and_classes():
     """The worse of two sites counts; a classifier of one class explains nothing."""
     made = Made()
-    idata = made.idata()
     labels = (made.x[:, 0] > 0).astype(int)
-    good = np.broadcast_to(
-        np.eye(2)[labels] * 0.8 + 0.1, (C, S, N, 2)
-    ) + 0.01 * made.rng.normal(size=(C, S, N, 1))
+    good = 0.1 + 0.8 * np.eye(2)[labels] + 0.01 * made.rng.normal(size=(C, S, N, 1))
     dead = good.copy()
     dead[2] = [0.9, 0.1] + 0.01 * made.rng.normal(size=(S, 1, 1))
     for probs, expected in ((good, []), (dead, ["fit"])):
-        groups = {name: group(idata, name) for name in group_names(idata)}
-        groups["posterior_predictive"] = groups["posterior_predictive"].assign(
-            z=((*SAMPLE, "data"), probs.argmax(-1)),
-            z_probs=((*SAMPLE, "data", "class"), probs),
-        )
-        groups["observed_data"] = groups["observed_data"].assign(z=(("data",), labels))
-        assert off(results(groups, made.attrs)) == expected
+        z = {"z": (("data",), probs.argmax(-1)), "z_probs": (("data", "class"), probs)}
+        assert off(made.predicting(labels, add=True, **z)) == expected
 
 
 def test_the_rise_of_noisy_losses_is_that_between_the_last_tenths():
@@ -697,10 +659,6 @@ def verdicts(idata):
     return {row["name"]: row["verdict"] for row in json.loads(idata.attrs["health"])}
 
 
-def as_json(report):
-    return json.dumps([finding._asdict() for finding in report.findings])
-
-
 tanh = bnn.models.regression(bnn.nn.MLP([2, 1], "tanh"), bnn.priors.Normal(1.0))
 fixed = bnn.models.regression(bnn.nn.Dense(1), bnn.priors.Normal(1.0), noise=0.3)
 scaled = bnn.models.regression(
@@ -710,52 +668,38 @@ SCALES = ["net/kernel_precision", "net/bias_precision", "sigma"]
 
 HEALTHY = {
     "NUTS": partial(NUTS, model),
-    "HMC": partial(HMC, model, trajectory_length=1.5),
     "BarkerMH": partial(BarkerMH, model),
-    **{name: partial(make, model) for name, make in USUAL.items()},
     "OrbitMoves": lambda: infer.OrbitMoves(NUTS(tanh), bnn.symmetry.find(tanh, X, Y)),
     "ParallelTempering": lambda: infer.ParallelTempering(NUTS(model), num_replicas=3),
-    "UnitMoves": lambda: infer.UnitMoves(NUTS(tanh), {"net/Dense_1.kernel": 0}),
     "PrecisionGibbs": lambda: Gibbs(
         [(infer.PrecisionGibbs(scaled), SCALES), (NUTS(scaled), None)]
     ),
 }
-MINIBATCH = [name for name in USUAL if not KERNELS[name].exact]
-MINIBATCH.remove("CyclicalSGLD")  # whose cycles are too short here
-CASES = [(kernel, None) for kernel in HEALTHY] + [(kernel, 20) for kernel in MINIBATCH]
+# Cycles are too short here, PSGLD and SGNHT record nothing that SGLD and SGHMC do not.
+OURS = [("MALA", None), ("MCLMC", None)]
+OURS += [(name, 20) for name in ("SGLD", "SGHMC", "MCLMC")]
+CASES = [(kernel, None) for kernel in HEALTHY] + OURS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "batch_size"), CASES)
 def test_healthy_runs_are_silent(kernel, batch_size):
     draws = 1000 if kernel in ("BarkerMH", "MALA") else 200
-    made = HEALTHY[kernel]()
-    fields = (
-        ("num_steps",)
-        if kernel == "NUTS"
-        else ("base.num_steps",)
-        if kernel == "OrbitMoves"
-        else ()
-    )
+    made = HEALTHY[kernel]() if kernel in HEALTHY else USUAL[kernel](model)
+    fields = {"NUTS": ("num_steps",), "OrbitMoves": ("base.num_steps",)}
+    fields = fields.get(kernel, ())
     mcmc = run(made, X, Y, batch_size, draws=draws, fields=fields)
     idata = bnn.to_inference_data(mcmc, predictions={"x": X[:9]})  # no warning
     found = verdicts(idata)
     assert set(found.values()) == {"ok"}
-    assert {
-        "diverged",
-        "frozen",
-        "fit",
-        "rhat",
-        "ess",
-        "standardized",
-        "extrapolation",
-        "few_draws",
-    } <= set(found)
+    always = {"diverged", "frozen", "fit", "rhat", "ess", "standardized"}
+    assert always | {"extrapolation", "few_draws"} <= set(found)
     assert ("tree_depth" in found) == bool(fields)
     assert ("temperature" in found) == isinstance(made, infer.SGMCMCKernel)
     assert ("energy_variance" in found) == isinstance(made, infer.MCLMC)
     assert idata.attrs.get("noisy_gradients", 0) == (batch_size is not None)
-    assert as_json(health(idata)) == idata.attrs["health"]
+    report = [finding._asdict() for finding in health(idata).findings]
+    assert json.dumps(report) == idata.attrs["health"]
 
 
 def fitted(guide, num_steps=2000, rate=0.02):
@@ -765,9 +709,7 @@ def fitted(guide, num_steps=2000, rate=0.02):
 
 GUIDES = {
     "AutoMeanField": guides.AutoMeanField,
-    "AutoStructured": lambda model: guides.AutoStructured(model, guides.LowRank(2)),
     "AutoBlocks": lambda model: guides.AutoBlocks(model, {"*": guides.FullRank()}),
-    "AutoCoupling": guides.AutoCoupling,
     "AutoADF": guides.AutoADF,
 }
 
@@ -775,9 +717,7 @@ GUIDES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDES)
 def test_healthy_fits_are_silent(name):
-    """A linear model: small correlations apart the guides hold its posterior. More
-    epochs of ADF count rows twice.
-    """
+    """Of a linear model; more epochs of ADF would count rows twice."""
     guide = GUIDES[name](fixed)
     adf = {"num_epochs": 1, "progress_bar": False}
     result = (
@@ -785,21 +725,12 @@ def test_healthy_fits_are_silent(name):
         if name == "AutoADF"
         else fitted(guide)
     )
-    expected = {
-        "diverged",
-        "support",
-        "fit",
-        "linear",
-        "pareto_k",
-        "standardized",
-        "constant_inputs",
-        "few_draws",
-    }
+    expected = {"diverged", "support", "fit", "linear", "pareto_k", "standardized"}
+    expected |= {"constant_inputs", "few_draws"}
+    expected |= set() if name == "AutoADF" else {"elbo"}
     # no warning
     found = verdicts(bnn.to_inference_data(result, guide=guide, args=(X, Y)))
-    assert found == dict.fromkeys(
-        expected | (set() if name == "AutoADF" else {"elbo"}), "ok"
-    )
+    assert found == dict.fromkeys(expected, "ok")
 
 
 def test_a_fit_that_is_not_finished_is_reported_once():
@@ -887,26 +818,23 @@ def test_many_training_rows_are_judged_by_some_of_them():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(10_001, 2)).astype(np.float32)
     y = (x @ [1.0, -1.0] + 0.3 * rng.normal(size=len(x))).astype(np.float32)
-    mcmc = MCMC(BarkerMH(model, step_size=1e-5, adapt_step_size=False), num_warmup=0,
-                num_samples=100, progress_bar=False)  # fmt: skip
-    mcmc.run(jax.random.key(0), jnp.asarray(x), jnp.asarray(y), trend=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        report = health(bnn.to_inference_data(mcmc))
-    assert {"fit", "linear"}.isdisjoint(finding.name for finding in report.findings)
-    mcmc.run(jax.random.key(0), jnp.asarray(x), jnp.asarray(y))
-    found = []
-    for asked in (True, None):
+    kernel = BarkerMH(model, step_size=1e-5, adapt_step_size=False)
+
+    def found(asked=None, **options):
+        mcmc = run(kernel, x, y, warmup=0, draws=100, chains=1, **options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             idata = bnn.to_inference_data(mcmc, posterior_predictive=asked)
         assert ("posterior_predictive" in group_names(idata)) == bool(asked)
-        findings = {finding.name: finding for finding in health(idata).findings}
-        found.append([findings[name] for name in ("fit", "linear")])
-    for all_rows, some_rows in zip(*found, strict=True):
-        assert all_rows.verdict == some_rows.verdict
-        assert some_rows.value == pytest.approx(all_rows.value, abs=1e-5)
-    assert found[1][1].verdict == "warning"
+        return findings_of(idata)
+
+    assert {"fit", "linear"}.isdisjoint(found(trend=True))
+    all_rows, some_rows = found(asked=True), found()
+    for name in ("fit", "linear"):
+        assert all_rows[name].verdict == some_rows[name].verdict
+        value = pytest.approx(all_rows[name].value, abs=1e-5)
+        assert some_rows[name].value == value
+    assert some_rows["linear"].verdict == "warning"
 
 
 def test_shares_of_chains_that_an_estimator_kept():
@@ -917,4 +845,4 @@ def test_shares_of_chains_that_an_estimator_kept():
     groups = {"posterior": {made.weight: ((*SAMPLE, "in"), made.w)}}
     labels = [*range(C - 1), C]
     idata = results(groups, recorded, {"chain": labels})
-    assert "fit" in {finding.name for finding in health(idata).findings}
+    assert "fit" in findings_of(idata)

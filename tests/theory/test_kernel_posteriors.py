@@ -62,9 +62,7 @@ def overdamped(schedule, steps, preconditioner=1.0):
 
 
 def underdamped(eps, decay, steps):
-    """Covariance of the position after many steps of SGHMC; the last gradient of a step
-    is the next one's first.
-    """
+    """Covariance after many steps of SGHMC, which share gradients."""
     h, eye, zero = eps**0.5, np.eye(P), np.zeros((P, P))
     a = 1 - decay
     noise = (1 - a**2) * T
@@ -93,7 +91,6 @@ EPS, CHAINS = 1e-3, 500
 DIAGONAL = np.array([2.0, 0.5])
 SHORT = {"warm_start": 0.0}
 LONG = {"warm_start": 0.0, "steps_per_draw": 50}
-DECREASING = (6e-3, 20.0, 0.7)
 # Kernel, its options, and exact covariances (draws, P, P) of the draws after (draws,)
 # steps.
 LINEAR = {
@@ -101,13 +98,6 @@ LINEAR = {
         infer.SGLD,
         {"step_size": EPS, **LONG},
         lambda steps: overdamped(lambda s: EPS, steps[-1])[steps - 1],
-    ),
-    "SGLD with decreasing steps": (
-        infer.SGLD,
-        {"step_size": infer.schedules.polynomial(*DECREASING), **LONG},
-        lambda steps: overdamped(sgmcmc.schedules.polynomial(*DECREASING), steps[-1])[
-            steps - 1
-        ],
     ),
     "CyclicalSGLD": (
         infer.CyclicalSGLD,
@@ -131,7 +121,6 @@ LINEAR = {
         {"step_size": 3e-4, "momentum_decay": 0.3, **LONG},
         lambda steps: underdamped(3e-4, 0.3, steps[-1])[None],
     ),
-    "MALA": (mala, {"step_size": 1e-2, "steps_per_draw": 15, **SHORT}, exact),
     "GHMC": (
         infer.GHMC,
         {
@@ -179,7 +168,7 @@ def test_conjugate_regression_with_minibatches(name):
     bias = np.trace(HESSIAN @ covariances[-1]) / P / T - 1
     if kernel.exact:
         assert 0.3 < state.accept_prob.mean() < 0.97
-    elif "decreasing" not in name:
+    else:
         assert bias > 0.05  # or the test would not see that the bias is as it should be
 
 
@@ -197,9 +186,7 @@ def test_temperature_band_is_the_one_of_chi_squared(size, level):
 
 @pytest.mark.optimized
 def test_a_positive_site_at_another_temperature():
-    """Mean and variance of its log, by quadrature, within 5 MCSE: failure rate 6e-7
-    each; the acceptance of MALA.
-    """
+    """Mean and variance of its log by quadrature; the acceptance of MALA."""
     observed, temperature = np.array([1.5, -2.5]), 0.4
 
     def model():
@@ -232,55 +219,23 @@ def test_a_positive_site_at_another_temperature():
 PARTICLE_SD = 1.5
 
 
-def shaken(scale):
-    """N(0, 1) in eight coordinates, with noise in its gradient of this sd."""
-    w = numpyro.sample("w", dist.Normal().expand([8]).to_event(1))
-    noise = jax.random.normal(numpyro.prng_key(), (8,))
-    numpyro.factor("noise", scale * jnp.sum(w * noise))
-
-
 def by_particles(y, batch_size=None):
-    """Data with noise of variance 1 + PARTICLE_SD^2, whose likelihood is estimated
-    without bias from one draw of a part of the noise.
-    """
+    """Noise of variance 1 + PARTICLE_SD^2, a part of which is one draw."""
     w = numpyro.sample("w", dist.Normal())
     with numpyro.plate("data", len(y), subsample_size=batch_size) as i:
         particle = PARTICLE_SD * jax.random.normal(numpyro.prng_key(), y[i].shape)
         numpyro.sample("y", dist.Normal(w + particle, 1.0), obs=y[i])
 
 
-@pytest.mark.slow  # borders/test_mcmc.py: each step has a fresh key
-@pytest.mark.parametrize("scale", [0.0, 2.0])
-def test_noise_of_the_model_inflates_the_variance_of_sgld(scale):
-    """By what theory says for a fresh draw at every gradient: the position of a step
-    eps is an autoregression with innovations of variance eps + (eps scale / 2)^2.
-    """
-    eps, chains, draws = 0.2, 8, 1000
-    options = {"steps_per_draw": 10, "warm_start": 0.0, "preconditioner": "identity"}
-    kernel = infer.SGLD(partial(shaken, scale), eps, **options)
-    z = np.asarray(walk(kernel, draws + 20, chains=chains)[1]["w"], float)[20:]
-    expected = (eps + (eps * scale / 2) ** 2) / (1 - (1 - eps / 2) ** 2)
-    squares = (z**2).mean((0, 2))
-    error = squares.std(ddof=1) / chains**0.5
-    assert abs(squares.mean() - expected) < 4 * error
-    assert error < 0.02 * expected
-    # a key that is used twice would shift the mean of a chain
-    means = z.mean((0, 2))
-    assert abs(means.mean()) < 4 * means.std(ddof=1) / chains**0.5
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [None, 4])
-def test_unbiased_likelihoods_have_the_bias_of_their_logarithm(batch_size):
-    """Kernels and guides follow the mean of the log of the estimate, by Jensen's
-    inequality below the log of its mean: here the posterior of noise of variance 1.
-    """
+def test_unbiased_likelihoods_have_the_bias_of_their_logarithm():
+    """By Jensen's inequality: the posterior of noise of variance 1."""
     y = jnp.asarray(Y[:12] + 2.0)
     mean = float(y.sum() / (1 + len(y)))
     exact = float(y.sum() / (1 + PARTICLE_SD**2 + len(y)))
     options = {"steps_per_draw": 20, "warm_start": 0.0, "preconditioner": "identity"}
     kernel = infer.SGLD(by_particles, 5e-3, **options)
-    given = {"batch_size": batch_size}
+    given = {"batch_size": 4}
     chains = walk(kernel, 420, (y,), given, chains=8)[1]["w"][20:].mean(0)
     error = chains.std(ddof=1) / len(chains) ** 0.5
     assert abs(chains.mean() - mean) < 4 * error < abs(mean - exact) / 2

@@ -14,8 +14,9 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import each, group, refused
+from helpers import group, refused
 from jax.flatten_util import ravel_pytree
+from numpy.testing import assert_allclose as close
 from numpyro import handlers
 from numpyro.infer import Predictive
 from numpyro.infer.util import log_density
@@ -43,9 +44,7 @@ def data_of(name):
 
 
 def run(model, structure, args, mode=None, rank=50, **settings):
-    """A guide and its result, at a given point if there is one: without a search little
-    is compiled.
-    """
+    """A guide and its result, at a given point if there is one."""
     guide = guides.AutoLaplace(model, structure, rank=rank)
     settings |= {"num_epochs": 0, "init_params": mode} if mode else {}
     return guide, guide.run(jax.random.key(0), *args, progress_bar=False, **settings)
@@ -58,9 +57,7 @@ def searched(name):
 
 @cache
 def placed(name, structure="full", rank=50):
-    """Guide and result at a point of our choice, and that point: what holds at the mode
-    holds at every point.
-    """
+    """Guide and result at a point of our choice, and that point."""
     random = np.random.default_rng(5)
     point = {
         site: 0.5 * random.normal(size=shape)
@@ -70,9 +67,7 @@ def placed(name, structure="full", rank=50):
 
 
 def covariance(guide, params, *args, **kwargs):
-    """(P, P) of the weights in the order of their names, by the curvature of the
-    density of the guide.
-    """
+    """(P, P) by the curvature of the density of the guide; names in order."""
 
     def trace_at(values):
         guide_at = handlers.substitute(guide, data={**params, **values})
@@ -114,11 +109,7 @@ def covariance(guide, params, *args, **kwargs):
 @pytest.mark.core
 @pytest.mark.parametrize(("name", "structure"), [("line", "full"), ("masked", "kron")])
 def test_linear_regression_is_exact(name, structure):
-    """Posterior, evidence and predictions; ``w`` is a layer of one output, so that kron
-    is exact too.
-
-    Rows that are masked do not count, in neither factor.
-    """
+    """Posterior, evidence, predictions; kron too, whose layer has one output."""
     entry = ZOO[name]
     mean, sd = entry.exact.mean["w"], entry.exact.sd["w"]
     guide, fit = (
@@ -126,38 +117,28 @@ def test_linear_regression_is_exact(name, structure):
         if name == "line"
         else run(entry.model, structure, data_of(name), {"w": mean})
     )
-    np.testing.assert_allclose(
+    close(
         guide.median(fit.params)["w"], mean, rtol=1e-5
     )  # the exact answer is of float32 data
-    np.testing.assert_allclose(
-        guide.quantiles(fit.params, [0.975])["w"][0], mean + 1.959964 * sd, rtol=1e-5
-    )
-    np.testing.assert_allclose(fit.log_evidence, entry.exact.log_evidence, rtol=1e-6)
+    close(guide.quantiles(fit.params, [0.975])["w"][0], mean + 1.959964 * sd, rtol=1e-5)
+    close(fit.log_evidence, entry.exact.log_evidence, rtol=1e-6)
     assert fit.converged
     known = data_of("masked")[1] if name == "masked" else np.ones(N, bool)
     design = data_of("line")[0][known]
     exact = np.linalg.inv(design.T @ design / NOISE**2 + np.eye(2))
     new = np.asarray(NEW_X, float)
     found = guide.predictive(fit.params, new, *entry.new[1:], covariance=True)
-    np.testing.assert_allclose(found.mean, new @ mean, rtol=1e-5)
-    np.testing.assert_allclose(
-        found.covariance[:, 0, :, 0], new @ exact @ new.T, rtol=1e-6, atol=1e-9
-    )
-    np.testing.assert_allclose(
-        found.variance, np.diag(new @ exact @ new.T) + NOISE**2, rtol=1e-6
-    )
+    close(found.mean, new @ mean, rtol=1e-5)
+    close(found.covariance[:, 0, :, 0], new @ exact @ new.T, rtol=1e-6, atol=1e-9)
+    close(found.variance, np.diag(new @ exact @ new.T) + NOISE**2, rtol=1e-6)
     score = guide.log_predictive_density(
         fit.params, new, *entry.new[1:], np.arange(5.0)
     )
-    np.testing.assert_allclose(
-        score, stats.norm.logpdf(np.arange(5.0), found.mean, found.variance**0.5)
-    )
+    close(score, stats.norm.logpdf(np.arange(5.0), found.mean, found.variance**0.5))
 
 
 def information(name, point):
-    """Minus the Hessian of log p(y, w) of a linear model with a canonical link, by
-    hand, (2 K, 2 K).
-    """
+    """Minus the Hessian of log p(y, w) with a canonical link, (2 K, 2 K)."""
     x, w = np.asarray(X, float), point["w"]
     f = (x @ w).reshape(N, -1)
     if name == "softmax":
@@ -172,23 +153,18 @@ def information(name, point):
     ) + np.eye(w.size)
 
 
-@each("name", ["counts", "softmax"], fast=1)
-def test_canonical_links_give_the_hessian(name):
-    """The Gauss-Newton matrix of a linear model with a canonical link is the Hessian of
-    the log density.
-    """
-    guide, fit, point = placed(name)
-    new, hessian = np.asarray(NEW_X, float), information(name, point)
+def test_canonical_links_give_the_hessian():
+    """The Gauss-Newton matrix of a linear model is the Hessian."""
+    guide, fit, point = placed("softmax")
+    new, hessian = np.asarray(NEW_X, float), information("softmax", point)
     cov = np.linalg.inv(hessian).reshape(2, hessian.shape[0] // 2, 2, -1)
     found = guide.predictive(fit.params, new, covariance=True).covariance
-    np.testing.assert_allclose(
-        found, np.einsum("ni,idje,mj->ndme", new, cov, new), rtol=1e-8, atol=1e-12
-    )
-    joint = log_density(ZOO[name].model, data_of(name), {}, point)[0]
+    close(found, np.einsum("ni,idje,mj->ndme", new, cov, new), rtol=1e-8, atol=1e-12)
+    joint = log_density(ZOO["softmax"].model, data_of("softmax"), {}, point)[0]
     laplace = (
         joint + len(hessian) / 2 * np.log(2 * np.pi) - np.linalg.slogdet(hessian)[1] / 2
     )
-    np.testing.assert_allclose(fit.log_evidence, laplace, rtol=1e-9)
+    close(fit.log_evidence, laplace, rtol=1e-9)
 
 
 # -- structures of the precision -------------------------------------------------------
@@ -239,7 +215,7 @@ def test_factors_of_a_convolution_are_those_of_all_its_patches():
     guide, fit = run(model, "kron", (x, y), point)
     place = np.arange(3, 3 + kernel.size)  # behind the bias
     found = covariance(guide, fit.params, x, y)[np.ix_(place, place)]
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+    close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_draws_from_parameters_vary_also_around_given_weights():
@@ -250,15 +226,13 @@ def test_draws_from_parameters_vary_also_around_given_weights():
     sampler = Predictive(guide, params=fit.params, num_samples=2000)
     draws = sampler(jax.random.key(0), *data_of("line"))
     for name, sd in entry.exact.sd.items():
-        np.testing.assert_allclose(draws[name].std(0), sd, rtol=0.1)
+        close(draws[name].std(0), sd, rtol=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_draws_and_quantiles_have_the_density_of_the_guide(structure):
-    """Also when gradient steps have moved its parameters; five standard errors of
-    20,000 draws.
-    """
+    """Also of moved parameters; five standard errors of 20,000 draws."""
     guide, fit, point = placed("noisy network", structure, 1000)
     random = np.random.default_rng(3)
     params = {
@@ -280,16 +254,14 @@ def test_draws_and_quantiles_have_the_density_of_the_guide(structure):
         np.abs(flat.mean(0) - mean), 5 * np.sqrt(np.diag(exact) / 20_000)
     )
     found = ravel_pytree({name: upper[name][0] for name in point})[0]
-    np.testing.assert_allclose(
-        found, mean + 1.959964 * np.sqrt(np.diag(exact)), rtol=1e-5
-    )
+    close(found, mean + 1.959964 * np.sqrt(np.diag(exact)), rtol=1e-5)
 
 
 # -- sites and scales ------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", ["full", "kron"])
 def test_centered_and_noncentered_scales_are_one_posterior(structure):
     """Of a weight whose scale is learned the coordinate is u = w / s in both forms."""
     random, args, found = np.random.default_rng(5), data_of("network"), []
@@ -316,7 +288,7 @@ def test_centered_and_noncentered_scales_are_one_posterior(structure):
             for name in point
         }
     for one, two in zip(*found, strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-8)
+        close(one, two, rtol=1e-8)
 
 
 # -- predictions -----------------------------------------------------------------------
@@ -341,24 +313,18 @@ def test_predictions_of_classes():
     guide, fit, mean, sd = linear_predictor("logistic", new)
     exact = averaged(jax.nn.sigmoid, mean, sd)
     probit = guide.predictive(fit.params, new)
-    np.testing.assert_allclose(
-        probit.mean, jax.nn.sigmoid(mean / np.sqrt(1 + np.pi / 8 * sd**2)), rtol=1e-8
-    )
-    np.testing.assert_allclose(
-        probit.mean, exact, atol=0.02
-    )  # the error of the approximation itself
+    close(probit.mean, jax.nn.sigmoid(mean / np.sqrt(1 + np.pi / 8 * sd**2)), rtol=1e-8)
+    close(probit.mean, exact, atol=0.02)  # the error of the approximation itself
     drawn = guide.predictive(
         fit.params, new, link="sample", rng_key=jax.random.key(1), num_samples=20_000
     )
-    np.testing.assert_allclose(drawn.mean, exact, atol=5 * 0.5 / 20_000**0.5)
+    close(drawn.mean, exact, atol=5 * 0.5 / 20_000**0.5)
     score = guide.log_predictive_density(fit.params, new, np.ones(5, int))
-    np.testing.assert_allclose(score, np.log(exact), rtol=1e-4)
+    close(score, np.log(exact), rtol=1e-4)
 
 
 def test_predictions_of_counts():
-    """Mean and variance of a count whose log rate is normal, against
-    their integrals.
-    """
+    """Of a normal log rate, against integrals."""
     new = np.asarray(NEW_X, float)
     guide, fit, mean, sd = linear_predictor("counts", new)
     first, second = (
@@ -366,8 +332,8 @@ def test_predictions_of_counts():
         averaged(lambda f: np.exp(f) + np.exp(2 * f), mean, sd),
     )
     found = guide.predictive(fit.params, new)
-    np.testing.assert_allclose(found.mean, first, rtol=1e-6)
-    np.testing.assert_allclose(found.variance, second - first**2, rtol=1e-6)
+    close(found.mean, first, rtol=1e-6)
+    close(found.variance, second - first**2, rtol=1e-6)
     assert np.all(
         found.variance > 1.001 * found.mean
     )  # the rate is uncertain enough for the test to see it
@@ -381,9 +347,7 @@ def test_predictions_of_counts():
 
 @pytest.mark.slow
 def test_densities_follow_the_covariance_of_location_and_scale():
-    """Location and log scale of one weight, against sums over a grid of both; two
-    targets against their normal.
-    """
+    """Location and log scale of one weight, against sums over a grid of both."""
 
     def model(x, y=None):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
@@ -391,12 +355,6 @@ def test_densities_follow_the_covariance_of_location_and_scale():
             numpyro.sample(
                 "y", dist.Normal(x @ w, 0.5 * jnp.exp(w[0] + 0.5 * w[1])), obs=y
             )
-
-    def targets(x, y=None):
-        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-        with numpyro.plate("data", x.shape[0]):
-            mean = jnp.stack([x @ w, 2.0 * x[:, 0] * w[0]], axis=1)
-            numpyro.sample("y", dist.Normal(mean, NOISE).to_event(1), obs=y)
 
     x, point = np.array([[1.0, 0.0]]), {"w": np.array([0.2, -0.1])}
     guide, fit = run(model, "full", (x, np.zeros(1)), point)
@@ -418,23 +376,14 @@ def test_densities_follow_the_covariance_of_location_and_scale():
         exact = np.log(
             np.sum(weight * stats.norm.pdf(y, loc, np.exp(log_scale))) / weight.sum()
         )
-        np.testing.assert_allclose(
+        close(
             guide.log_predictive_density(fit.params, x, np.array([y])), exact, rtol=1e-4
         )
-    guide, fit = run(targets, "full", (x, np.zeros((1, 2))), point)
-    found = guide.predictive(fit.params, x)
-    exact = stats.multivariate_normal(
-        found.mean[0], found.covariance[0] + NOISE**2 * np.eye(2)
-    ).logpdf([1.0, -1.0])
-    found = guide.log_predictive_density(fit.params, x, np.array([[1.0, -1.0]]))
-    np.testing.assert_allclose(found, exact, rtol=1e-8)
 
 
 @pytest.mark.core
 def test_results_reach_arviz_and_the_evidence_and_survive_pickling():
-    """The guide is the posterior of the line: every draw has the same weight, which is
-    the evidence.
-    """
+    """The guide is the posterior: each draw weighs the evidence."""
     guide, fit = searched("line")
     args = data_of("line")
     idata = bnn.to_inference_data(
@@ -444,7 +393,7 @@ def test_results_reach_arviz_and_the_evidence_and_survive_pickling():
     found = guides.evidence(
         guide, fit.params, *args, rng_key=jax.random.key(0), num_samples=50
     )
-    np.testing.assert_allclose(found.log_weights, fit.log_evidence, rtol=1e-7)
+    close(found.log_weights, fit.log_evidence, rtol=1e-7)
     restored = pickle.loads(pickle.dumps(guide))
     expected = guide.predictive(fit.params, args[0]).mean
     np.testing.assert_array_equal(
@@ -459,6 +408,6 @@ def test_results_reach_arviz_and_the_evidence_and_survive_pickling():
     again = restored.run(
         jax.random.key(0), args[0], 2 * args[1], progress_bar=False
     )  # a run of its own data
-    np.testing.assert_allclose(
+    close(
         restored.median(again.params)["w"], 2 * guide.median(fit.params)["w"], rtol=1e-6
     )

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax.flatten_util import ravel_pytree
+from numpy.testing import assert_allclose as close
 from scipy import special, stats
 
 from numpyro_bnn import guides
@@ -79,7 +80,7 @@ def test_a_likelihood_is_that_of_its_distribution(likelihood, make):
     assert rows.likelihood is likelihood
     values, weights = values_of(fn, likelihood)
     log_probs = likelihood.distribution(likelihood.natural(fn)).log_prob(values)
-    np.testing.assert_allclose(log_probs, fn.log_prob(values), rtol=1e-9, atol=1e-12)
+    close(log_probs, fn.log_prob(values), rtol=1e-9, atol=1e-12)
     information = np.einsum("bde,bdf->bef", rows.roots(), rows.roots())
     _, back = ravel_pytree({name: rows.outputs[name][0, 0] for name in names})
 
@@ -92,17 +93,17 @@ def test_a_likelihood_is_that_of_its_distribution(likelihood, make):
     for row in range(2):
         flat, _ = ravel_pytree({name: rows.outputs[name][row, 0] for name in names})
         expected = mean_curvature(flat, values[:, row], weights[:, row])
-        np.testing.assert_allclose(information[row], expected, rtol=1e-8, atol=1e-10)
+        close(information[row], expected, rtol=1e-8, atol=1e-10)
     mean, variance = likelihood.predicted(
         rows.outputs, {name: jnp.zeros(()) for name in names}
     )
     if isinstance(fn, dist.CategoricalProbs | dist.CategoricalLogits):
-        np.testing.assert_allclose(mean[:, 0], weights.T, rtol=1e-9)
+        close(mean[:, 0], weights.T, rtol=1e-9)
         return
     exact = np.sum(weights * values, axis=0)
-    np.testing.assert_allclose(mean[:, 0], exact, rtol=1e-9)
+    close(mean[:, 0], exact, rtol=1e-9)
     spread = np.sum(weights * (values - exact) ** 2, axis=0)
-    np.testing.assert_allclose(variance[:, 0], spread, rtol=1e-9)
+    close(variance[:, 0], spread, rtol=1e-9)
 
 
 # -- two random outputs per element ----------------------------------------------------
@@ -124,7 +125,7 @@ def test_a_density_is_averaged_over_both_outputs_and_their_covariance():
     f = np.array([m[0] for m in MEANS.values()]) + grid @ np.linalg.cholesky(COV[0]).T
     density = np.exp(gammas(*f.T).log_prob(0.7))
     exact = np.log(weights @ density / weights.sum())
-    np.testing.assert_allclose(found, [exact, 0.0], rtol=1e-6, atol=1e-12)
+    close(found, [exact, 0.0], rtol=1e-6, atol=1e-12)
 
 
 def test_moments_of_positive_numbers_are_averaged_over_both_outputs():
@@ -141,8 +142,8 @@ def test_moments_of_positive_numbers_are_averaged_over_both_outputs():
         fn = gammas(log_mean, MEANS["log_shape"][row] + 0.2**0.5 * second)
         exact = np.sum(weights * fn.mean)
         spread = np.sum(weights * (fn.variance + fn.mean**2)) - exact**2
-        np.testing.assert_allclose(mean[row, 0], exact, rtol=1e-6)
-        np.testing.assert_allclose(variance[row, 0], spread, rtol=1e-6)
+        close(mean[row, 0], exact, rtol=1e-6)
+        close(variance[row, 0], spread, rtol=1e-6)
 
 
 def gammas(log_mean, log_shape):
@@ -192,5 +193,5 @@ def test_a_learned_shape_is_that_of_the_evidence_and_predictions_are_right():
     drawn = guide.predictive(
         fit.params, x[:1], link="sample", rng_key=jax.random.key(1), num_samples=50_000
     )
-    np.testing.assert_allclose(drawn.mean, closed.mean, rtol=0.02)
-    np.testing.assert_allclose(drawn.variance, closed.variance, rtol=0.1)
+    close(drawn.mean, closed.mean, rtol=0.02)
+    close(drawn.variance, closed.variance, rtol=0.1)

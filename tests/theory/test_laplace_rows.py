@@ -10,10 +10,11 @@ import numpyro.distributions as dist
 import pytest
 from flax import nnx
 from helpers import each, refused
+from numpy.testing import assert_allclose as close
 from numpyro.contrib.module import random_nnx_module
 from scipy import stats
 
-from numpyro_bnn import guides, nn, random_network
+from numpyro_bnn import guides
 
 pytestmark = pytest.mark.usefixtures("x64")
 NOISE = 0.5
@@ -21,9 +22,7 @@ RANDOM = 3  # seed of all data
 
 
 def exact(design, targets):
-    """Mean, covariance, and log evidence of weights N(0, I) by rows (N, P) with noise
-    of a known sd.
-    """
+    """Mean, covariance and evidence of weights N(0, I) by rows (N, P)."""
     covariance = np.linalg.inv(design.T @ design / NOISE**2 + np.eye(design.shape[1]))
     marginal = design @ design.T + NOISE**2 * np.eye(len(design))
     evidence = stats.multivariate_normal(np.zeros(len(design)), marginal).logpdf(
@@ -48,9 +47,7 @@ OUT, SCALE = np.array([1.0, -0.5, 2.0]), 1.5
 
 
 def time_major(x, y=None, batch_size=None):
-    """Sums over time of a dense layer whose inputs are (T, N, 2), as recurrent layers
-    take them; its weights are scaled. The site "b" is no matrix of a layer.
-    """
+    """Sums over time of a layer of (T, N, 2); the site "b" is no matrix of it."""
     w, b = SCALE * weights("w", 2, 3), weights("b")
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
         hidden = jnp.swapaxes(x[i], 0, 1) @ w
@@ -69,12 +66,9 @@ def mode_of_time(mean):
     return {"w": mean[:6].reshape(2, 3), "b": mean[6]}
 
 
-@each("batch_size", [None, 1, 3], fast=[3])
-@each("length", [2, 3, 7], fast=1)
+@each(("length", "batch_size"), [(2, 3), (3, 1), (7, None)], fast=1)
 def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
-    """Chunks of 3, 2 and 2 rows at 2 times, as many times as rows, new rows as many as
-    times, and one by one.
-    """
+    """As many times as rows, new rows as many as times, and one by one."""
     random = np.random.default_rng(RANDOM)
     x, y, new = (
         random.normal(size=(7, length, 2)),
@@ -83,26 +77,23 @@ def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
     )
     mean, covariance, evidence = exact(design_of_time(x), y)
     guide, fit = run(time_major, "full", (x, y, batch_size), mode_of_time(mean))
-    np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
+    close(fit.log_evidence, evidence, rtol=1e-9)
     variance = np.diag(design_of_time(new) @ covariance @ design_of_time(new).T)
     found = guide.predictive(fit.params, new)
-    np.testing.assert_allclose(found.output_variance["loc"], variance, rtol=1e-8)
-    np.testing.assert_allclose(
+    close(found.output_variance["loc"], variance, rtol=1e-8)
+    close(
         guide.predictive(fit.params, new[:1]).output_variance["loc"],
         variance[:1],
         rtol=1e-8,
     )
 
 
-@each("batch_size", [3, None], fast=1)
-def test_factors_of_time_major_layers(batch_size):
-    """Inputs of all rows and times, gradients of them all, as the definition of the
-    factors says.
-    """
+def test_factors_of_time_major_layers():
+    """Of all rows and times, as the definition of the factors says."""
     random = np.random.default_rng(RANDOM)
     x, y = random.normal(size=(7, 3, 2)), random.normal(size=7)
     mean, _, _ = exact(design_of_time(x), y)
-    guide, fit = run(time_major, "kron", (x, y, batch_size), mode_of_time(mean))
+    guide, fit = run(time_major, "kron", (x, y, 3), mode_of_time(mean))
     left = np.einsum("nti,ntj->ij", x, x)
     grads = SCALE * OUT / NOISE
     right = np.outer(grads, grads) * np.mean((1.0 + np.arange(3)) ** 2)
@@ -110,7 +101,7 @@ def test_factors_of_time_major_layers(batch_size):
     precision[6, 6] += np.sum(x.sum((1, 2)) ** 2) / NOISE**2
     covariance = np.linalg.inv(precision)
     variance = np.diag(design_of_time(x) @ covariance @ design_of_time(x).T)
-    np.testing.assert_allclose(
+    close(
         guide.predictive(fit.params, x[:3]).output_variance["loc"],
         variance[:3],
         rtol=1e-8,
@@ -119,9 +110,7 @@ def test_factors_of_time_major_layers(batch_size):
 
 @pytest.mark.parametrize("centered", [False, True])
 def test_predictions_by_a_kronecker_product(centered):
-    """Of weights that are scaled input by input, with covariances between outputs; also
-    where new rows influence one another, whose Jacobian is no product.
-    """
+    """Scaled by input; also where new rows influence one another."""
     scale, noise = np.array([0.5, 2.0, 1.0]), np.array([0.5, 0.2])
     last = np.array([[1.0, 1.0], [0.5, -1.0]])
 
@@ -142,14 +131,12 @@ def test_predictions_by_a_kronecker_product(centered):
     design = np.einsum("ni,od->ndio", rows, last).reshape(4, 2, 6)
     covariance = design @ np.linalg.inv(precision) @ design.swapaxes(1, 2)
     found = guide.predictive(fit.params, new, centered=centered)
-    np.testing.assert_allclose(found.covariance, covariance, rtol=1e-8)
+    close(found.covariance, covariance, rtol=1e-8)
 
 
 @pytest.mark.slow
 def test_a_recurrent_layer_in_minibatches():
-    """Rows that are carried through a loop over time do not mix; the state before the
-    last time is damped.
-    """
+    """Rows in a loop over time do not mix."""
 
     def recurrent(x, y=None, batch_size=None):
         w = weights("w", 2)
@@ -166,53 +153,14 @@ def test_a_recurrent_layer_in_minibatches():
     x, y = random.normal(size=(6, 2, 2)), random.normal(size=6)
     mean, _, evidence = exact(0.5 * x[:, 0] + x[:, 1], y)
     _, fit = run(recurrent, "full", (x, y, 2), {"w": mean})
-    np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
+    close(fit.log_evidence, evidence, rtol=1e-9)
 
 
 # -- plates ----------------------------------------------------------------------------
 
 
-@each(("structure", "inner"), [("kron", "out"), ("full", "data")], fast=1)
-def test_the_plate_of_the_data_has_the_rows(structure, inner):
-    """Of plates in one another; the targets are independent, so that a Kronecker
-    product is exact.
-    """
-
-    def model(x, y=None):
-        w = weights("w", 2, 3)
-        plates = (
-            numpyro.plate("data", x.shape[0], dim=-2),
-            numpyro.plate("out", 3, dim=-1),
-        )
-        first, second = plates if inner == "out" else plates[::-1]
-        with first, second:
-            numpyro.sample("y", dist.Normal(x @ w, NOISE), obs=y)
-
-    random = np.random.default_rng(RANDOM)
-    x, y = random.normal(size=(5, 2)), random.normal(size=(5, 3))
-    _, covariance, _ = exact(x, y[:, 0])
-    evidence = sum(exact(x, column)[2] for column in y.T)
-    w = np.stack([exact(x, column)[0] for column in y.T], axis=1)
-    guide, fit = run(model, structure, (x, y), {"w": w})
-    np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
-    found = guide.predictive(fit.params, x[:4])
-    variance = np.diag(x[:4] @ covariance @ x[:4].T)
-    np.testing.assert_allclose(found.mean, x[:4] @ w, rtol=1e-9)
-    np.testing.assert_allclose(
-        found.output_variance["loc"], np.repeat(variance[:, None], 3, axis=1), rtol=1e-8
-    )
-    density = stats.norm.logpdf(
-        y[:4], x[:4] @ w, np.sqrt(variance + NOISE**2)[:, None]
-    ).sum(1)
-    np.testing.assert_allclose(
-        guide.log_predictive_density(fit.params, x[:4], y[:4]), density, rtol=1e-8
-    )
-
-
 def test_crossed_plates_and_sites_of_other_rows():
-    """Rows and columns of a table, as many as each other, and rows of another
-    measurement of the same weights.
-    """
+    """Rows and columns of a table, and rows of another measurement."""
 
     def model(x, z, extra, y=None, more=None):
         a, b = weights("a", 2), weights("b", 2)
@@ -230,11 +178,9 @@ def test_crossed_plates_and_sites_of_other_rows():
     guide, fit = run(
         model, "full", (x, z, extra, y, more), {"a": mean[:2], "b": mean[2:]}
     )
-    np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
+    close(fit.log_evidence, evidence, rtol=1e-9)
     found = guide.predictive(fit.params, x, z, extra, site="y").output_variance["loc"]
-    np.testing.assert_allclose(
-        found, np.diag(table @ covariance @ table.T).reshape(3, 3), rtol=1e-8
-    )
+    close(found, np.diag(table @ covariance @ table.T).reshape(3, 3), rtol=1e-8)
 
 
 def test_rows_that_influence_one_another_are_refused_in_every_chunk():
@@ -253,63 +199,8 @@ def test_rows_that_influence_one_another_are_refused_in_every_chunk():
         run(centered, "full", (x, y, 3), {"w": np.zeros(3)})
 
 
-def test_predictions_normalize_by_the_training_rows():
-    """One new row among others, or alone: mean and variance by the statistics of the
-    rows of the run.
-    """
-    first, last = nn.Dense(2, use_bias=False), nn.Dense(1, use_bias=False)
-    net = nn.Sequential([first, nn.BatchNorm(False, False), "tanh", last])
-
-    def model(x, y=None):
-        f = random_network("net", net, (2,), dist.Normal(0.0, 1.0))
-        with numpyro.plate("data", x.shape[0]):
-            numpyro.sample("y", dist.Normal(f(x)[..., 0], NOISE), obs=y)
-
-    random = np.random.default_rng(RANDOM)
-    x, y, new = (
-        random.normal(size=(9, 2)),
-        random.normal(size=9),
-        random.normal(size=(3, 2)),
-    )
-    point = {
-        "net/Dense_0.kernel": random.normal(size=(2, 2)),
-        "net/Dense_1.kernel": random.normal(size=(2, 1)),
-    }
-
-    def by_hand(flat, rows):
-        first, second = flat[:4].reshape(2, 2), flat[4:]
-        return (
-            jnp.tanh((rows - x.mean(0)) @ first / jnp.std(x @ first, axis=0)) @ second
-        )
-
-    flat = jnp.concatenate([value.ravel() for value in point.values()])
-    slopes = jax.jit(jax.jacrev(by_hand))
-    jacobian = slopes(flat, x)
-    covariance = np.linalg.inv(jacobian.T @ jacobian / NOISE**2 + np.eye(6))
-    half = slopes(flat, new)
-    with pytest.raises(
-        ValueError, match=r"one row changes the outputs of others.*batch normalization"
-    ):
-        run(model, "kron", (x, y), point)
-    with pytest.warns(UserWarning, match="posterior sds from the mode"):
-        guide, fit = run(model, "full", (x, y), point)
-    for rows in (slice(None), slice(1)):
-        found = guide.predictive(fit.params, new[rows])
-        np.testing.assert_allclose(found.mean, by_hand(flat, new[rows]), rtol=1e-8)
-        variance = np.einsum("np,pq,nq->n", half[rows], covariance, half[rows])
-        np.testing.assert_allclose(found.output_variance["loc"], variance, rtol=1e-7)
-    density = stats.norm.logpdf(0.0, found.mean, np.sqrt(found.variance))
-    np.testing.assert_allclose(
-        guide.log_predictive_density(fit.params, new[:1], np.zeros(1)),
-        density,
-        rtol=1e-7,
-    )
-
-
 class Normalized(nnx.Module):
-    """Batch normalization of Flax, whose statistics are state that the model changes,
-    or constants.
-    """
+    """Batch normalization of Flax: its statistics are state, or constants."""
 
     def __init__(self, constant):
         rngs = nnx.Rngs(0)
@@ -340,7 +231,7 @@ def test_state_that_a_module_changes_is_refused():
             whole, part = (
                 guide.predictive(fit.params, rows).mean for rows in (x, x[:2])
             )
-            np.testing.assert_allclose(part, whole[:2], rtol=1e-6)
+            close(part, whole[:2], rtol=1e-6)
             continue
         with refused("model", "['n"):
             guide.run(jax.random.key(0), x, x[:, 0], num_epochs=0, progress_bar=False)

@@ -11,7 +11,6 @@ import pytest
 from helpers import group, refused, walk
 from numpyro import handlers
 from numpyro.infer import MCMC
-from numpyro.infer.reparam import LocScaleReparam
 from scipy import stats
 
 from numpyro_bnn import infer, to_inference_data
@@ -45,9 +44,7 @@ def effects(inside):
 
 
 def several(inside):
-    """Vectors of effects; positive effects, of which one prior depends on the data of
-    the group and one on another effect; priors that some groups lack.
-    """
+    """Effects whose priors follow data and other effects, or are masked."""
 
     def model(x, y, batch_size=B):
         def draw(x):
@@ -99,37 +96,8 @@ def crossed(inside):
     return model
 
 
-def missing(inside):
-    """Observations that are missing are latent sites, which NumPyro makes."""
-
-    def model(x, y, batch_size=B):
-        mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
-        with numpyro.plate("all", G):
-            if not inside:
-                missed = numpyro.sample(
-                    "y_unobserved", dist.Normal(mu * x[:, 1], 1.0).mask(x[:, 0] <= 0)
-                )
-        with numpyro.plate("groups", G, subsample_size=batch_size) as i:
-            seen, fn = x[i, 0] > 0, dist.Normal(mu * x[i, 1], 1.0)
-            if inside:
-                values = numpyro.sample("y", fn, obs=y[i, 0], obs_mask=seen)
-            else:
-                numpyro.sample("y_observed", fn.mask(seen), obs=y[i, 0])
-                values = jnp.where(seen, y[i, 0], missed[i])
-            numpyro.sample("v", dist.Normal(values, 1.0), obs=y[i, 1])
-
-    return model
-
-
-def scoped(inside):
-    not_centered = handlers.reparam(effects(inside), {"b": LocScaleReparam(0.0)})
-    return handlers.scale(handlers.scope(not_centered, prefix="a"), 0.5)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "make", [several, crossed, missing, scoped], ids=lambda make: make.__name__
-)
+@pytest.mark.parametrize("make", [several, crossed], ids=lambda make: make.__name__)
 def test_chains_are_those_of_the_model_with_locals_outside(make):
     """With control variates: all groups at the start, then minibatches."""
     args = data()
@@ -159,9 +127,7 @@ def test_chains_are_those_of_the_model_with_locals_outside(make):
 
 
 def test_a_step_follows_the_prior_of_all_groups_and_the_scaled_likelihood_of_some():
-    """Without noise from effects of 0; some groups are in no minibatch, but none has
-    the gradient of another.
-    """
+    """Without noise, from 0: no group has the gradient of another."""
     x, y = data()
     kernel = infer.SGLD(
         effects(True), 0.02, temperature=0.0, steps_per_draw=1, warm_start=0.0
@@ -176,9 +142,7 @@ def test_a_step_follows_the_prior_of_all_groups_and_the_scaled_likelihood_of_som
 @pytest.mark.slow
 @pytest.mark.core
 def test_draws_are_exported_by_group():
-    """Each draw of the group's effects, and the log likelihood of all groups at it;
-    groups may be held out.
-    """
+    """With the log likelihood of all groups; some may be held out."""
     x, y = data()
     kernel = infer.SGLD(
         effects(True), warm_start=infer.WarmStart(0.5, held_out=0.3), steps_per_draw=3

@@ -8,6 +8,8 @@ import pytest
 import scipy.special
 import scipy.stats
 import sklearn.metrics
+from numpy.testing import assert_allclose as close
+from numpy.testing import assert_array_equal as equal
 
 from numpyro_bnn import metrics
 
@@ -40,17 +42,15 @@ def within(values, expected):
 def test_rmse_and_its_standard_error(rng):
     errors = rng.normal(scale=2.0, size=(400, 200))
     scores = [metrics.rmse(row, np.zeros(200)) for row in errors]
-    np.testing.assert_allclose(
+    close(
         scores[0].value,
         np.sqrt(sklearn.metrics.mean_squared_error(errors[0], np.zeros(200))),
     )
-    np.testing.assert_array_equal(scores[0].pointwise, np.abs(errors[0]))
+    equal(scores[0].pointwise, np.abs(errors[0]))
     # The spread of 400 values has a relative error of 1 / sqrt(800) = 3.5 %: 16 % is
     # 4.5 of those.
     spread = np.std([score.value for score in scores], ddof=1)
-    np.testing.assert_allclose(
-        np.mean([score.standard_error for score in scores]), spread, rtol=0.16
-    )
+    close(np.mean([score.standard_error for score in scores]), spread, rtol=0.16)
     assert metrics.rmse([1.0, 2.0], [1.0, 2.0])[:2] == (0.0, 0.0)
 
 
@@ -60,11 +60,9 @@ def test_lppd_of_float32_draws_by_chain_is_the_log_of_the_mixture_in_float64(rng
     direct = scipy.special.logsumexp(
         log_lik.reshape(-1, 5).astype(np.float64), axis=0
     ) - np.log(1000)
-    np.testing.assert_allclose(score.pointwise, direct, rtol=1e-13)
-    np.testing.assert_allclose(score.value, direct.mean(), rtol=1e-13)
-    np.testing.assert_allclose(
-        score.standard_error, scipy.stats.sem(direct), rtol=1e-12
-    )
+    close(score.pointwise, direct, rtol=1e-13)
+    close(score.value, direct.mean(), rtol=1e-13)
+    close(score.standard_error, scipy.stats.sem(direct), rtol=1e-12)
     assert np.isnan(metrics.lppd(log_lik[..., :1]).standard_error)
 
 
@@ -72,7 +70,7 @@ def test_lppd_is_stable_far_from_zero():
     log_lik = np.array([[-1e5, -np.inf, -np.inf, 1e4], [-1e5 - 1, -3.0, -np.inf, 1e4]])
     score = metrics.lppd(log_lik)
     expected = scipy.special.logsumexp(log_lik[:, [0, 1, 3]], axis=0) - np.log(2)
-    np.testing.assert_allclose(score.pointwise[[0, 1, 3]], expected, rtol=1e-14)
+    close(score.pointwise[[0, 1, 3]], expected, rtol=1e-14)
     assert score.pointwise[2] == score.value == -np.inf
     assert np.isnan(score.standard_error)
 
@@ -82,16 +80,14 @@ def test_crps_equals_its_definition(rng):
     flat = draws.reshape(27, 5)
     pairs = np.abs(flat[:, None] - flat[None]).sum(axis=(0, 1)) / (2 * 27 * 26)
     expected = np.abs(flat - y).mean(axis=0) - pairs
-    np.testing.assert_allclose(metrics.crps(draws, y).pointwise, expected, rtol=1e-9)
+    close(metrics.crps(draws, y).pointwise, expected, rtol=1e-9)
     shifted = metrics.crps(draws + 1e6, y + 1e6).pointwise
-    np.testing.assert_allclose(shifted, expected, rtol=1e-6)
+    close(shifted, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [2, 20])
 def test_crps_is_unbiased_for_any_number_of_draws(rng, size):
-    """40,000 estimates of one score, of which Gneiting and Raftery (2007), section 4.2,
-    have the closed form.
-    """
+    """40,000 estimates; Gneiting and Raftery (2007), section 4.2."""
     y, mean, scale = 0.7, 1.0, 2.0
     fair = metrics.crps(
         rng.normal(mean, scale, size=(size, 40_000)), np.full(40_000, y)
@@ -124,9 +120,7 @@ def test_coverage_of_calibrated_draws_is_the_level_for_few_draws_too(rng, size, 
 
 @pytest.mark.parametrize(("size", "level"), [(1, 0.5), (2, 0.5), (18, 0.9)])
 def test_levels_that_so_few_draws_do_not_reach_are_refused(rng, size, level):
-    """Between the least and the largest of S draws lies a new one with probability (S -
-    1) / (S + 1).
-    """
+    """A new one lies between S draws with probability (S - 1) / (S + 1)."""
     held = f"{(size - 1) / (size + 1):.2f}"
     with pytest.raises(
         ValueError, match=f"`draws` got {size} draws of y, which hold .* {held}"
@@ -142,9 +136,7 @@ def test_coverage_sees_overconfidence_and_its_width_is_the_closed_form(rng):
     result = metrics.interval_coverage(draws, y, 0.9)
     # A quantile of 20 000 draws has error sqrt(p q / S) / density = 0.015; the mean of
     # 400 widths, 0.0011.
-    np.testing.assert_allclose(
-        result.mean_width, 2 * scipy.stats.norm.ppf(0.95), atol=5e-3
-    )
+    close(result.mean_width, 2 * scipy.stats.norm.ppf(0.95), atol=5e-3)
     expected = 2 * scipy.stats.norm.cdf(1.645 / 2) - 1
     assert abs(result.coverage - expected) < SIGMAS * np.sqrt(
         expected * (1 - expected) / 400
@@ -164,7 +156,7 @@ def test_pit_is_uniform_for_calibrated_draws(rng, size):
             ).pvalue
             > RATE
         )
-        np.testing.assert_array_equal(
+        equal(
             metrics.pit(values[1:], values[0], 5), metrics.pit(values[1:], values[0], 5)
         )
 
@@ -207,9 +199,7 @@ def test_class_scores_are_those_of_scikit_learn_for_draws_of_any_rank(classes, n
     for form in (mean, probs, probs.reshape(10, 3000, 4), probs.astype(np.float32)):
         result = score(form, labels)
         assert result.value == pytest.approx(expected, rel=1e-6)
-        np.testing.assert_allclose(
-            result.pointwise, score(mean, labels).pointwise, rtol=1e-5
-        )
+        close(result.pointwise, score(mean, labels).pointwise, rtol=1e-5)
         assert result.standard_error == pytest.approx(scipy.stats.sem(result.pointwise))
 
 
@@ -230,7 +220,7 @@ def test_ece_of_constant_overconfidence_is_the_gap():
     assert result.ece == pytest.approx(0.3)
     assert result.max_gap == pytest.approx(0.3)
     assert result.counts.sum() == result.counts[8] == 100  # bins hold their upper edge
-    np.testing.assert_allclose([result.confidence[8], result.accuracy[8]], [0.9, 0.6])
+    close([result.confidence[8], result.accuracy[8]], [0.9, 0.6])
     assert np.isnan(np.delete(result.accuracy, 8)).all()
     assert metrics.ece([[1.0, 0.0]] * 5, [0] * 5).ece == 0.0
 
@@ -271,9 +261,7 @@ def test_auroc_standard_error_is_the_spread_over_repeats(rng):
         for _ in range(400)
     ]
     spread = np.std([result.value for result in repeats], ddof=1)
-    np.testing.assert_allclose(
-        np.mean([result.standard_error for result in repeats]), spread, rtol=0.16
-    )
+    close(np.mean([result.standard_error for result in repeats]), spread, rtol=0.16)
     within([result.value for result in repeats], scipy.stats.norm.cdf(1 / np.sqrt(2)))
     assert metrics.auroc([0.0, 1.0], [2.0, 3.0]) == (1.0, 0.0)
 
@@ -281,10 +269,8 @@ def test_auroc_standard_error_is_the_spread_over_repeats(rng):
 def test_uncertainty_splits_entropy(classes):
     probs, mean, _ = classes
     result = metrics.uncertainty(probs)
-    np.testing.assert_allclose(
-        result.total, scipy.stats.entropy(mean, axis=-1), rtol=1e-12
-    )
-    np.testing.assert_allclose(
+    close(result.total, scipy.stats.entropy(mean, axis=-1), rtol=1e-12)
+    close(
         result.aleatoric,
         scipy.stats.entropy(probs, axis=-1).mean(axis=(0, 1)),
         rtol=1e-12,
@@ -293,11 +279,9 @@ def test_uncertainty_splits_entropy(classes):
     divergence = scipy.stats.entropy(
         probs, np.broadcast_to(mean, probs.shape), axis=-1
     ).mean(axis=(0, 1))
-    np.testing.assert_allclose(
-        result.mutual_information, divergence, rtol=1e-9, atol=1e-14
-    )
+    close(result.mutual_information, divergence, rtol=1e-9, atol=1e-14)
     for part in metrics.uncertainty(np.broadcast_to(np.eye(3), (4, 3, 3))):
-        np.testing.assert_array_equal(part, 0.0)  # certain draws that agree
+        equal(part, 0.0)  # certain draws that agree
 
 
 def test_relative_logit_variance_is_that_of_normal_logits(rng):
@@ -313,27 +297,21 @@ def test_relative_logit_variance_is_that_of_normal_logits(rng):
     # The variance has a relative sd of 1 / sqrt(S) = .005 (2 S degrees of freedom), the
     # mean logits one of sd / (|m| sqrt(S)), doubled by the square: .001 and .08 here.
     # Five of them.
-    np.testing.assert_allclose(result[0], expected[0], rtol=5 * 0.0055)
-    np.testing.assert_allclose(result[1], expected[1], rtol=5 * 0.082)
+    close(result[0], expected[0], rtol=5 * 0.0055)
+    close(result[1], expected[1], rtol=5 * 0.082)
     by_chain = logits.reshape(4, -1, 2, 3)
-    np.testing.assert_allclose(
-        metrics.relative_logit_variance(7 * by_chain), result, rtol=1e-9
-    )
+    close(metrics.relative_logit_variance(7 * by_chain), result, rtol=1e-9)
     agree_or_cancel = np.array(
         [[[1.0, 0.0], [1.0, 0.0], [5.0, 5.0]], [[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]]
     )
-    np.testing.assert_array_equal(
-        metrics.relative_logit_variance(agree_or_cancel), [0.0, np.inf, 0.0]
-    )
+    equal(metrics.relative_logit_variance(agree_or_cancel), [0.0, np.inf, 0.0])
 
 
 # --- function space
 
 
 def reference_rhat(draws):
-    """Rank-normalized split R-hat of one column, from Vehtari et al. (2021), with
-    SciPy's ranks and normal.
-    """
+    """Rank-normalized split R-hat of Vehtari et al. (2021)."""
 
     def plain(chains):
         within_chains = chains.var(axis=1, ddof=1).mean()
@@ -353,9 +331,7 @@ def reference_rhat(draws):
 
 @pytest.mark.core
 def test_function_space_is_rhat_and_ess_column_by_column(rng):
-    """Four chains, one of them shifted in one column and wider in another; one chain
-    compares its halves.
-    """
+    """A chain is shifted, another wider; one alone compares its halves."""
     draws = rng.normal(size=(4, 301, 3))
     draws[1, :, 0] += 2.0
     draws[2, :, 1] *= 4.0
@@ -366,16 +342,14 @@ def test_function_space_is_rhat_and_ess_column_by_column(rng):
             np.concatenate([c[:, :150], c[:, 151:]]) if len(c) == 1 else c
             for c in columns
         ]
-        np.testing.assert_allclose(
-            result.rhat, [reference_rhat(half) for half in halves], rtol=1e-10
-        )
+        close(result.rhat, [reference_rhat(half) for half in halves], rtol=1e-10)
         bulk = [float(az.ess(column, method="bulk")) for column in columns]
         tail = [
             float(az.ess(column, method="tail", prob=(0.05, 0.95)))
             for column in columns
         ]
-        np.testing.assert_allclose(result.ess_bulk, bulk, rtol=1e-12)
-        np.testing.assert_allclose(result.ess_tail, tail, rtol=1e-12)
+        close(result.ess_bulk, bulk, rtol=1e-12)
+        close(result.ess_tail, tail, rtol=1e-12)
     result = metrics.function_space(draws[..., None, :])
     assert (result.rhat > 1.1).tolist() == [[True, True, False]]
     assert result.max_rhat == result.rhat.max()

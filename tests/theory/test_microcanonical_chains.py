@@ -9,8 +9,8 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from helpers import walk
+from numpy.testing import assert_allclose as close
 from numpyro.infer import MCMC
-from scipy import stats
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer
@@ -21,9 +21,7 @@ FAR = 30 * SCALES  # a mean
 
 
 def gaussian():
-    """Pairs of correlated coordinates of 40 scales, off the origin: no diagonal
-    preconditioner makes it round.
-    """
+    """Correlated pairs of 40 scales: no diagonal makes it round."""
     x = numpyro.sample("x", dist.Normal(FAR, SCALES).to_event(1))
     root = (1 - CORRELATION**2) ** 0.5
     numpyro.sample("y", dist.Normal(CORRELATION * (x - FAR), root * SCALES).to_event(1))
@@ -58,11 +56,9 @@ def test_warm_up_meets_its_target_and_tells_the_bias():
     # Energy errors of 1500 correlated steps of warm-up: relative standard error about
     # (2 / 400)^(1/2).
     energy = by_chain(mcmc, "energy_variance").mean(1)
-    np.testing.assert_allclose(energy, target, rtol=0.35)
+    close(energy, target, rtol=0.35)
     about = kernel.describe(state)
-    np.testing.assert_allclose(
-        about["implied_bias"], infer.implied_bias(energy.max()), rtol=1e-3
-    )
+    close(about["implied_bias"], infer.implied_bias(energy.max()), rtol=1e-3)
     assert about["biased"]
     # The mean over directions of the bias is within what is said.
     draws = mcmc.get_samples(group_by_chain=True)
@@ -75,57 +71,22 @@ def test_warm_up_meets_its_target_and_tells_the_bias():
     assert abs(squares.mean() - 1) < about["implied_bias"] + 3 * error
     # The length is that of a spread of one in 80 whitened directions; scales are those
     # of the prior.
-    np.testing.assert_allclose(state.decoherence_length, 80**0.5, rtol=0.35)
+    close(state.decoherence_length, 80**0.5, rtol=0.35)
     learned = np.asarray(state.engine.adaptation)[:, :40]
     ratio = np.log(learned / SCALES)
     assert np.abs(ratio - ratio.mean(1, keepdims=True)).max() < 0.35
     assert "implied_bias_bound" in bnn.to_inference_data(mcmc).attrs
 
 
-@pytest.mark.slow
-@pytest.mark.optimized
-def test_energy_errors_follow_their_target():
-    """They grow with the sixth power of the step size, so transitions correct what they
-    saw at other step sizes. By default the target starts at errors of a twelfth of the
-    largest taken, far below a hundred times the last target, and falls geometrically.
-    In 10,000 directions errors of single transitions are still off by a factor of two.
-    """
-    size = 10_000
-    sd = np.exp(np.linspace(-1, 1, size)).astype(np.float32)
-
-    def wide():
-        numpyro.sample("x", dist.Normal(0.0, sd).to_event(1))
-
-    start = {
-        "x": jnp.asarray(sd * np.random.default_rng(0).normal(size=size), jnp.float32)
-    }
-    kernel = infer.MCLMC(
-        wide, warm_start=0.0, preconditioner="identity", steps_per_draw=20
-    )
-    _, (energy, steps) = walk(
-        kernel,
-        60,
-        start=start,
-        warmup=60,
-        keep=lambda state: (state.energy_variance, state.step_size),
-    )
-    _, last = kernel.energy_targets
-    limit = kernel.max_energy_error(size)
-    assert limit == pytest.approx(24 * (size * last) ** 0.5)
+def test_limits_of_energy_errors_follow_the_targets():
+    """Also those of a user, in warm-up."""
+    kernel = infer.MCLMC(gaussian)
     assert kernel.max_energy_error(10) == 15
-    # in warm-up the limit contains the targets of a user
-    given = infer.MCLMC(wide, energy_variance=(0.5, 0.1))
+    limit = 24 * (10_000 * kernel.energy_targets[1]) ** 0.5
+    assert kernel.max_energy_error(10_000) == pytest.approx(limit)
+    given = infer.MCLMC(gaussian, energy_variance=(0.5, 0.1))
     assert given.max_warm_up_error(1000) == pytest.approx(12 * 500**0.5)
     assert given.max_energy_error(1000) == pytest.approx(24 * 100**0.5)
-    first = (limit / 12) ** 2 / size
-    assert first < 10 * last
-    target = np.r_[first * (last / first) ** (np.arange(36) / 36), np.full(24, last)]
-    ratio = energy / target
-    assert abs(ratio[12:36].mean() - 1) < 0.5
-    assert abs(ratio[36:].mean() - 1) < 0.5
-    assert (steps[1:] / steps[:-1]).max() < 1.2501
-    # errors at other step sizes would lead far off, and back
-    assert steps[12:].max() < 1.5 * steps[12:].min()
 
 
 @pytest.mark.optimized
@@ -160,13 +121,11 @@ def test_the_last_steps_are_chosen_for_rare_stiff_places():
     expected = in_unit_steps.mean() + 2 * in_unit_steps.max() / len(seen)
     assert energy.max() > 64 * target, "no stiff place was met"
     chosen = np.asarray(end.base_step_size)
-    np.testing.assert_allclose(chosen, (target / expected) ** (1 / 6), rtol=1e-3)
+    close(chosen, (target / expected) ** (1 / 6), rtol=1e-3)
 
 
 def autocorrelation_time(draws):
-    """Pairs of autocorrelations are summed until one is negative; the mean over
-    coordinates, lag by lag.
-    """
+    """The mean over coordinates of sums of pairs until one is negative."""
     times = []
     for column in (draws - draws.mean(0)).T:
         lags = np.array(
@@ -184,9 +143,7 @@ def autocorrelation_time(draws):
 
 
 def test_lengths_are_a_share_of_the_distance_traveled_per_effective_draw():
-    """0.4 of it, where draws are correlated: as one step apart. Before, they are the
-    spread of the whitened draws.
-    """
+    """0.4 of it; before, the spread of the whitened draws."""
     kernel = infer.MCLMC(gaussian, warm_start=0.0, steps_per_draw=1)
     keep = {
         "keep": lambda state: (
@@ -217,35 +174,9 @@ def test_lengths_are_a_share_of_the_distance_traveled_per_effective_draw():
 
 
 @pytest.mark.slow
-@pytest.mark.optimized
-def test_a_cliff_that_no_gradient_shows_is_not_passed():
-    """Single steps are refused there; the density up to the edge is truncated."""
-
-    def cliff():
-        x = numpyro.sample("x", dist.Normal(0.0, 1.0).expand([20]).to_event(1))
-        numpyro.factor("cliff", jnp.where(x[0] > 1.0, -1e4, 0.0))
-
-    kernel = infer.MCLMC(
-        cliff, 0.4, warm_start=0.0, steps_per_draw=40, preconditioner="identity"
-    )
-    start, fields = {"x": jnp.zeros((16, 20))}, ("refused_steps",)
-    mcmc = run(kernel, 10, 400, chains=16, start=start, fields=fields)
-    x = np.asarray(mcmc.get_samples(group_by_chain=True)["x"], np.float64)[..., 0]
-    assert x.max() <= 1
-    refused = by_chain(mcmc, "refused_steps")
-    assert set(np.unique(np.round(40 * refused))) >= {0, 1}
-    exact, means = stats.truncnorm(-np.inf, 1.0).mean(), x.mean(1)
-    error = means.std(ddof=1) / 4
-    # t with 15 degrees of freedom: failure rate 2e-4
-    assert abs(means.mean() - exact) < 5 * error
-    assert error < 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step_size", [1e-9, 1e10])
-def test_a_chain_that_takes_no_step_is_marked(step_size):
-    """Steps lost in rounding, or so long that all are refused."""
-    mcmc = run(infer.MCLMC(gaussian, step_size, steps_per_draw=10), 40, 20, chains=2)
+def test_a_chain_that_takes_no_step_is_marked():
+    """Its steps are lost in rounding."""
+    mcmc = run(infer.MCLMC(gaussian, 1e-9, steps_per_draw=10), 40, 20, chains=2)
     assert np.isnan(mcmc.get_samples()["x"]).all()
     with pytest.warns(UserWarning, match=r"diverged \(chain 0 at step"):
         about = bnn.to_inference_data(mcmc).attrs

@@ -9,19 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import each
 from jax import lax
+from numpy.testing import assert_allclose as close
 from scipy import stats
 from scipy.integrate import quad
 
 from numpyro_bnn import nn
-from numpyro_bnn.moments import (
-    Gaussian,
-    Interpreter,
-    propagate,
-    register,
-    register_elementwise,
-)
+from numpyro_bnn.moments import Gaussian, propagate, register, register_elementwise
 
 X = np.linspace(-1.5, 1.7, 6).reshape(2, 3)
 RANDOM_X = Gaussian(X, np.array([[0.3, 1.0, 0.01], [2.0, 0.5, 1e-9]]))
@@ -54,9 +48,7 @@ def unit_moments(fn, mean, var):
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["relu", "tanh"])
 def test_two_layers_and_a_residual_block_are_exact(name, x64):
-    """Given the inputs, hidden units share no weights: they are independent, and so the
-    second layer is exact.
-    """
+    """Given inputs, hidden units share no weights: they are independent."""
     random, net = weights(), nn.MLP([4, 3], name)
     w1, b1, w2, b2 = (
         random[key]
@@ -68,8 +60,8 @@ def test_two_layers_and_a_residual_block_are_exact(name, x64):
     mean = X + hidden @ w2.mean + b2.mean
     var = spread @ (w2.mean**2 + w2.var) + hidden**2 @ w2.var + b2.var
     found = jax.jit(propagate(lambda p: X + net.apply(p, X)))(random)
-    np.testing.assert_allclose(found.mean, mean, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(found.var, var, rtol=1e-6)
+    close(found.mean, mean, rtol=1e-6, atol=1e-6)
+    close(found.var, var, rtol=1e-6)
 
 
 def blocks(name):
@@ -116,13 +108,16 @@ def test_every_deep_network_has_its_documented_gap():
     }
 
 
+# Gaps grow with the spread: all networks at the large one, of each kind one at the
+# small one.
+GAPS = [(name, "1") for name in DEEP]
+GAPS += [("two residual blocks of 8", "0.2"), ("convolution, maximum pooling", "0.2")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sd", ["0.2", "1"])
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize(("name", "sd"), GAPS)
 def test_gap_of_deep_networks_is_as_documented(name, sd):
-    """No theory bounds it: measured with 100,000 draws (standard error of the variance
-    0.005), rounded outwards.
-    """
+    """No theory bounds it: 100,000 draws, rounded outwards."""
     bound, low, high = documented_gaps()[name, sd]
     size = (1, 3) if "conv" not in name else (1, 4, 4, 1)
     x = (
@@ -171,10 +166,7 @@ ALPHAS = np.concatenate(
     [[-40, -37, -30.5, -20, -10, 10, 20, 40], np.linspace(-8, 8, 65) + 0.013]
 )
 # means and variances
-AT_ENDS = (
-    [-2.0, 3.0, -1e4, 1e4, 1.0],
-    [0.0, 0.0, 1e-30, 1e-30, 1e30],
-)
+AT_ENDS = ([-2.0, 3.0, -1e4, 1e4, 1.0], [0.0, 0.0, 1e-30, 1e-30, 1e30])
 
 
 def exact_rectifier(alpha, sd):
@@ -212,9 +204,7 @@ def exact_rectifier(alpha, sd):
 
 
 def moments_and_gradients(fn, mean, var):
-    """(6, N): mean and variance of a function, and the derivatives of both by (mean,
-    variance) of its argument.
-    """
+    """(6, N): mean and variance, and the derivatives of both by both."""
 
     @jax.jit
     def of(mean, var):
@@ -234,9 +224,7 @@ def moments_and_gradients(fn, mean, var):
     "fn", [jax.nn.gelu, jax.nn.silu, jax.nn.softplus, jax.nn.sigmoid]
 )
 def test_saturated_units_have_moments(fn):
-    """A tail with few digits left is 0 beside the sd of the argument, not NaN. Against
-    the trapezoidal rule with 4001 points in float64.
-    """
+    """A tail with few digits left is 0, not NaN; by the trapezoidal rule."""
     mean, var = (
         part.ravel()
         for part in np.meshgrid(
@@ -263,9 +251,7 @@ def test_saturated_units_have_moments(fn):
 
 @pytest.mark.parametrize(("dtype", "relative"), [("float32", 2e-5), ("float64", 2e-12)])
 def test_rectifier_is_accurate_in_both_tails_and_at_both_ends(dtype, relative):
-    """Relative to rounding times the cancellation that the thresholds allow (measured
-    7e-6 and 7e-13).
-    """
+    """To rounding times the cancellation of the thresholds."""
     sd = np.where(np.arange(len(ALPHAS)) % 4, 1.0, 4.0)
     with jax.enable_x64(dtype == "float64"):
         mean, var = (
@@ -281,26 +267,19 @@ def test_rectifier_is_accurate_in_both_tails_and_at_both_ends(dtype, relative):
     ).T
     tiny = np.finfo(dtype).tiny / np.finfo(dtype).eps
     # representable with all their digits
-    tails, known = (
-        found[:, : len(sd)],
-        expected[:2] > tiny,
-    )
-    np.testing.assert_allclose(tails[:2][known], expected[:2][known], rtol=relative)
+    tails, known = (found[:, : len(sd)], expected[:2] > tiny)
+    close(tails[:2][known], expected[:2][known], rtol=relative)
     assert (tails[:2][~known] <= 16 * tiny).all()
     # Derivatives are of size 1 at most, times the sd; in the upper tail those of the
     # variance by m are 0 to rounding.
-    np.testing.assert_allclose(
-        tails[2:], expected[2:], rtol=relative, atol=120 * np.finfo(dtype).eps
-    )
-    np.testing.assert_allclose(
+    close(tails[2:], expected[2:], rtol=relative, atol=120 * np.finfo(dtype).eps)
+    close(
         found[:2, len(sd) : -1],
         [[0, 3, 0, 1e4], [0, 0, 0, 1e-30]],
         rtol=1e-6,
         atol=1e-36,
     )
-    np.testing.assert_allclose(
-        found[[2, 5], len(sd) : -1], [[0, 1, 0, 1]] * 2, atol=1e-6
-    )
+    close(found[[2, 5], len(sd) : -1], [[0, 1, 0, 1]] * 2, atol=1e-6)
 
 
 def test_larger_of_two_known_numbers_is_exact(x64):
@@ -310,34 +289,27 @@ def test_larger_of_two_known_numbers_is_exact(x64):
         return jax.jit(propagate(jnp.maximum))(Gaussian(mean, np.zeros(2)), other)
 
     found = larger(np.array([1.0, 2.0]))
-    np.testing.assert_allclose(np.array(found), [[3, 2], [0, 0]])
-    np.testing.assert_allclose(
-        jax.grad(lambda m: larger(m).mean.sum())(np.array([1.0, 2.0])), [0, 0.5]
-    )
+    close(np.array(found), [[3, 2], [0, 0]])
+    close(jax.grad(lambda m: larger(m).mean.sum())(np.array([1.0, 2.0])), [0, 0.5])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@each("fn", [jnp.tanh, jax.nn.elu, jnp.exp], fast=1)
-def test_moments_and_gradients_hold_down_to_zero_variance(fn, dtype):
-    """To first order in v: E f = f + f'' v / 2 and Var f = f'^2 v, also where sqrt(v)
-    is below rounding.
-    """
+def test_moments_and_gradients_hold_down_to_zero_variance(dtype):
+    """E f = f + f'' v / 2 and Var f = f'^2 v."""
     points, variances = np.array([0.7, -0.4]), np.array([0.0, 1e-30, 1e-12, 1e-5])
     with jax.enable_x64(dtype == "float64"):
         mean = jnp.asarray(np.repeat(points, 4), dtype)
         var = jnp.asarray(np.tile(variances, 2), dtype)
-        found = moments_and_gradients(fn, mean, var)
+        found = moments_and_gradients(jnp.tanh, mean, var)
         value, slope, bend = (
             np.asarray(jax.vmap(f)(mean), float)
-            for f in (fn, jax.grad(fn), jax.grad(jax.grad(fn)))
+            for f in (jnp.tanh, jax.grad(jnp.tanh), jax.grad(jax.grad(jnp.tanh)))
         )
-    np.testing.assert_allclose(found[0], value, rtol=1e-4)
-    np.testing.assert_allclose(
-        found[1], slope**2 * np.asarray(var), rtol=2e-4, atol=1e-36
-    )
-    np.testing.assert_allclose(found[2], slope, rtol=1e-3)
-    np.testing.assert_allclose(found[3], bend / 2, rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(found[5], slope**2, rtol=1e-3, atol=1e-7)
+    close(found[0], value, rtol=1e-4)
+    close(found[1], slope**2 * np.asarray(var), rtol=2e-4, atol=1e-36)
+    close(found[2], slope, rtol=1e-3)
+    close(found[3], bend / 2, rtol=1e-3, atol=1e-3)
+    close(found[5], slope**2, rtol=1e-3, atol=1e-7)
 
 
 # -- transformations of JAX ------------------------------------------------------------
@@ -372,24 +344,22 @@ def test_jit_vmap_and_precision_change_nothing_and_gradients_are_right(x64):
 
     *moments, slope = everything(random, RANDOM_X)
     for found in moments:
-        np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-12)
+        close(np.array(found), np.array(expected), rtol=1e-12)
     up, down = (total(step, random) for step in (1e-5, -1e-5))
-    np.testing.assert_allclose(slope, (up - down) / 2e-5, rtol=1e-7)
+    close(slope, (up - down) / 2e-5, rtol=1e-7)
     with jax.enable_x64(False):
         single = jax.jit(propagate(apply))(
             weights(np.float32), jax.tree.map(np.float32, RANDOM_X)
         )
     assert single.mean.dtype == single.var.dtype == "float32"
-    np.testing.assert_allclose(single.mean, expected.mean, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(single.var, expected.var, rtol=1e-5)
+    close(single.mean, expected.mean, rtol=1e-5, atol=1e-6)
+    close(single.var, expected.var, rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_large_arrays_have_the_moments_of_small_ones(x64):
-    """Beyond 2^24 evaluations nodes are summed one after another; values and gradients
-    are the same.
-    """
+    """Beyond 2^24 evaluations nodes are summed one after another."""
     x = Gaussian(*(np.tile(part.reshape(6), 36_000) for part in RANDOM_X))
 
     @jax.jit
@@ -401,7 +371,7 @@ def test_large_arrays_have_the_moments_of_small_ones(x64):
     for found, expected in zip(
         jax.tree.leaves(large), jax.tree.leaves(small), strict=True
     ):
-        np.testing.assert_allclose(found[-6:], expected, rtol=1e-8, atol=1e-10)
+        close(found[-6:], expected, rtol=1e-8, atol=1e-10)
 
 
 @jax.custom_vjp
@@ -423,7 +393,7 @@ def test_calls_are_descended_into(wrap):
     for found, expected in zip(
         propagate(wrap(fn))(RANDOM_X), propagate(fn)(RANDOM_X), strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        close(found, expected, rtol=1e-6)
 
 
 def test_functions_of_one_variable_are_not_products_of_two(x64):
@@ -431,10 +401,8 @@ def test_functions_of_one_variable_are_not_products_of_two(x64):
     gate = jax.jit(jax.nn.sigmoid)
     found = propagate(lambda x: x * gate(x) + x - x)(RANDOM_X)
     for moment, expected in zip(found, propagate(jax.nn.silu)(RANDOM_X), strict=True):
-        np.testing.assert_allclose(moment, expected, rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(
-        propagate(lambda x: 3 * x - (x + x))(RANDOM_X).var, RANDOM_X.var, rtol=1e-12
-    )
+        close(moment, expected, rtol=1e-6, atol=1e-9)
+    close(propagate(lambda x: 3 * x - (x + x))(RANDOM_X).var, RANDOM_X.var, rtol=1e-12)
 
 
 def test_outputs_keep_the_tree_and_plain_values_stay_plain():
@@ -451,7 +419,7 @@ def test_outputs_keep_the_tree_and_plain_values_stay_plain():
     )
     assert out["random"].mean.tolist() == [3, 3]
     assert out["random"].var.tolist() == [4, 4]
-    np.testing.assert_allclose(out["plain"], np.sin(1.0), rtol=1e-6)
+    close(out["plain"], np.sin(1.0), rtol=1e-6)
     assert [int(np.sum(leaf)) for leaf in out["both"]] == [4, 2, 3]
     assert propagate(lambda x: x + 1)(1.0) == 2  # nothing is random
 
@@ -536,35 +504,3 @@ def test_user_adds_rules():
     x = Gaussian(jnp.array([2.0, 3.0]), jnp.array([1.0, 0.5]))
     assert propagate(lax.cumprod)(x).var.tolist() == [1.0, 5 * 9.5 - 36]
     assert propagate(lambda x: jnp.floor(x) * 0 + x)(x).mean.shape == (2,)
-
-
-def test_interpreter_serves_other_rules():
-    """Local reparameterization: where Gaussian weights meet a product."""
-    seen = []
-
-    def sampled(equation, x, w):
-        seen.append(equation.name)
-        return equation.bind(x, w.mean) + jnp.sqrt(equation.bind(x * x, w.var))
-
-    def refuse(equation, *operands):
-        raise equation.refuse("is not a product", "Use the weight in a product first.")
-
-    walk = Interpreter(
-        {"dot_general": sampled},
-        lambda v: isinstance(v, Gaussian),
-        "guides.example",
-        refuse,
-    )
-    weight = Gaussian(jnp.ones((3, 1)), jnp.ones((3, 1)))
-    x = jnp.array([[2.0, 0.0, 0.0]])
-
-    def run(fn):
-        jaxpr = jax.make_jaxpr(fn)(weight.mean)
-        return walk.run(jaxpr.jaxpr, jaxpr.consts, [weight])[0]
-
-    assert run(jax.jit(lambda w: jnp.tanh(x @ w))).tolist() == [[float(jnp.tanh(4.0))]]
-    assert seen == ["dot_general"]
-    with pytest.raises(
-        ValueError, match=r"guides.example: .* `mul` at .* is not a product"
-    ):
-        run(lambda w: x @ (2 * w))

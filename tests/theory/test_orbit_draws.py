@@ -23,7 +23,6 @@ from numpyro_bnn import infer, symmetry
 from numpyro_bnn.symmetry import (
     JointRescale,
     JointScale,
-    Permutation,
     Rescale,
     Scale,
     Shift,
@@ -218,9 +217,7 @@ def heavy(y=None):
 
 
 def test_units_that_walk_together_are_accepted_one_by_one():
-    """From points of equal density on both orbits, after one step: a common random
-    number would accept both or none.
-    """
+    """A common random number would accept both or none."""
     start = jnp.broadcast_to(jnp.float32(W[:, :1] * SD), (CHAINS, 2, 2))
     described, after, _ = after_moves(
         moves([Scale([("heavy", 1)])]), heavy, {"heavy": start}, (0.3,)
@@ -235,9 +232,7 @@ def test_units_that_walk_together_are_accepted_one_by_one():
 
 
 def test_units_whose_prior_depends_on_other_units_keep_it():
-    """Both sites move, and all of one site enters the prior of every unit of the other.
-    Failure rate 4e-6.
-    """
+    """Both sites move; one enters the prior of the other. Rate 4e-6."""
 
     def model(y=None):
         w = numpyro.sample("w", dist.Normal(0.4, 1.0).expand([3, 2]).to_event(2))
@@ -261,130 +256,113 @@ def test_units_whose_prior_depends_on_other_units_keep_it():
 
 
 COUPLED = np.array([[1.0, 0.8, 0.5], [0.8, 1.0, 0.7], [0.5, 0.7, 1.0]])
-RING = np.eye(4) + 0.4 * (
-    np.roll(np.eye(4), 1, axis=0) + np.roll(np.eye(4), -1, axis=0)
-)
-HIGH = np.array([1.0, 1.2])
-
-
-# Orders are accepted only if all orders are equally likely: neither one exchange of
-# units nor a rotation shows it.
-UNITS = {  # how a site of dependent units, or of units with means of their own, moves
-    "flip": (SignFlip, "flip", np.zeros(3), COUPLED),
-    "ring": (Permutation, "shuffle", np.zeros(4), RING),
-    "two of three": (Permutation, "shuffle", np.array([0.0, 0.0, 6.0]), np.eye(3)),
+RING = np.eye(4) + 0.4 * (np.roll(np.eye(4), 1, 0) + np.roll(np.eye(4), -1, 0))
+# Orders are accepted only if all are equally likely: neither one exchange of units nor
+# a rotation shows it.
+UNITS = {
+    "flip": (symmetry.SignFlip, "flip", np.zeros(3), COUPLED),
+    "ring": (symmetry.Permutation, "shuffle", np.zeros(4), RING),
+    "two of three": (symmetry.Permutation, "shuffle", np.array([0, 0, 6.0]), np.eye(3)),
 }
 
 
-@cache
-def from_the_prior():
-    """Draws of a model before and after four transitions, and acceptances."""
+@pytest.mark.slow
+def test_dependent_units_and_units_with_means_of_their_own_keep_their_prior():
+    """Moments within 5 errors (6e-7 each); Var(x y) = 1 + r^2 of standard normals."""
 
     def model(y=None):
         for name, (_, _, loc, covariance) in UNITS.items():
-            if (covariance == np.eye(len(loc))).all():
-                numpyro.sample(name, dist.Normal(jnp.asarray(loc), 1.0).to_event(1))
-            else:
-                numpyro.sample(
-                    name,
-                    dist.MultivariateNormal(jnp.asarray(loc), jnp.asarray(covariance)),
-                )
+            fn = dist.MultivariateNormal(jnp.asarray(loc), jnp.asarray(covariance))
+            if name == "two of three":
+                fn = dist.Normal(jnp.asarray(loc), 1.0).to_event(1)
+            numpyro.sample(name, fn)
+        ignored(y)
+
+    before, number = prior_draws(model, 10_000), 10_000
+    symmetries = [group([(name, 0)]) for name, (group, *_) in UNITS.items()]
+    described, after, _ = after_moves(
+        moves(symmetries), model, before, (0.3,), transitions=4
+    )
+    assert methods(described) == [method for _, method, *_ in UNITS.values()]
+    for name, (_, _, loc, covariance) in UNITS.items():
+        centered, error = after[name] - loc, np.sqrt((1 + covariance**2) / number)
+        assert (np.abs(centered.mean(0)) < 5 / np.sqrt(number)).all()
+        off = np.abs(centered.T @ centered / number - covariance)
+        assert (off < 5 * error).all()
+        changed = (np.abs(after[name] - before[name]) > 1e-5).mean(0)
+        assert (changed[:2] > 0.2).all()
+        # it is 6 sd apart, and keeps its place
+        assert name != "two of three" or changed[2] < 0.01
+
+
+@pytest.mark.slow
+def test_moves_are_corrected_for_densities_and_supports_of_sites_that_stay():
+    """Scales redrawn above a density and a support; orders that supports tell apart."""
+    high = np.array([1.0, 1.2])
+
+    def model(y=None):
         s = numpyro.sample("s", dist.Gamma(3.0, 2.0))
         numpyro.sample("w", dist.Normal(0.0, s).expand([2]).to_event(1))
         numpyro.sample("t", dist.HalfNormal(s))
         r = numpyro.sample("r", dist.Uniform(0.5, 2.0))
         numpyro.sample("u", dist.Uniform(0.0, r))
         numpyro.sample("v", dist.Normal(0.0, r).expand([2]).to_event(1))
-        numpyro.sample("bounded", dist.Uniform(0.0, jnp.asarray(HIGH)).to_event(1))
+        numpyro.sample("bounded", dist.Uniform(0.0, jnp.asarray(high)).to_event(1))
+        ignored(y)
+
+    before, units = prior_draws(model, 10_000), [("bounded", 0)]
+    symmetries = [
+        JointScale("w", "s"),
+        JointScale("v", "r"),
+        symmetry.Permutation(units),
+    ]
+    with jax.debug_key_reuse(True):  # no move uses a key twice
+        described, after, _ = after_moves(
+            moves(symmetries), model, before, (0.3,), transitions=4
+        )
+    assert methods(described) == ["hyperprior", "hyperprior", "shuffle"]
+    for name in ("t", "u"):
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-4, atol=1e-6)
+    for name in ("s", "r"):
+        assert (np.abs(after[name] / before[name] - 1) > 1e-4).mean() > 0.5
+    expected = {
+        "s": (after["s"], stats.gamma(3.0, scale=0.5)),
+        "w": ((after["w"] / after["s"][:, None]).ravel(), stats.norm),
+        "t": (after["t"] / after["s"], stats.halfnorm),
+        "r": (after["r"], stats.uniform(0.5, 1.5)),
+        "u": (after["u"] / after["r"], stats.uniform),
+    }
+    for values, exact in expected.values():
+        assert stats.kstest(values, exact.cdf).pvalue > RATE
+    assert (after["bounded"] < high).all()
+    assert (np.abs(after["bounded"] - before["bounded"]) > 1e-4).any()
+
+
+def test_scales_of_single_units_move_with_the_units():
+    """So an order of the units is always accepted, and each weight keeps its scale."""
+
+    def model(y=None):
         a, b, _ = (
-            numpyro.sample(n, dist.HalfCauchy(1.0).expand([3]).to_event(1))
-            for n in ("a", "b", "other")
+            numpyro.sample(name, dist.HalfCauchy(1.0).expand([3]).to_event(1))
+            for name in ("a", "b", "other")
         )
         numpyro.sample("in", dist.Normal(0.0, a).expand([2, 3]).to_event(2))
         numpyro.sample("out", dist.Normal(0.0, b[:, None]).expand([3, 4]).to_event(2))
         ignored(y)
 
-    before = prior_draws(model, 10_000)
-    symmetries = [group([(name, 0)]) for name, (group, *_) in UNITS.items()]
-    symmetries += [
-        JointScale("w", "s"),
-        JointScale("v", "r"),
-        Permutation([("bounded", 0)]),
-    ]
-    symmetries += [Permutation([("in", 1), ("out", 0)])]
-    with jax.debug_key_reuse(True):  # no move uses a key twice
-        described, after, accepted = after_moves(
-            moves(symmetries),
-            model,
-            before,
-            (0.3,),
-            transitions=4,
-            read=lambda state: state.orbit_accept_prob,
-        )
-    expected = [method for _, method, *_ in UNITS.values()]
-    assert methods(described) == [
-        *expected,
-        "hyperprior",
-        "hyperprior",
-        "shuffle",
-        "order",
-    ]
-    return before, after, accepted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UNITS)
-def test_dependent_units_keep_their_prior(name):
-    """First and second moments within 5 standard errors (6e-7 each); Var(x y) = 1 + r^2
-    of standard normals.
-    """
-    before, after = (draws[name] for draws in from_the_prior()[:2])
-    (_, _, loc, covariance), number = UNITS[name], len(after)
-    centered, error = after - loc, np.sqrt((1 + covariance**2) / number)
-    np.testing.assert_allclose(centered.mean(0), 0.0, atol=5 / np.sqrt(number))
-    np.testing.assert_array_less(
-        np.abs(centered.T @ centered / number - covariance), 5 * error
+    before = prior_draws(model, 50)
+    order = [symmetry.Permutation([("in", 1), ("out", 0)])]
+    described, after, accepted = after_moves(
+        moves(order), model, before, (0.3,), read=lambda state: state.orbit_accept_prob
     )
-    changed = np.abs(after - before) > 1e-5
-    assert (changed.mean(0)[:2] > 0.2).all()
-    # it is 6 sd apart, and keeps its place
-    assert name != "two of three" or changed[:, 2].mean() < 0.01
-
-
-@pytest.mark.slow
-def test_moves_are_corrected_for_densities_and_supports_of_sites_that_stay():
-    """Scales that are redrawn above a density and above a support; orders of units that
-    only supports tell apart.
-    """
-    before, after, _ = from_the_prior()
-    for name in ("t", "u"):
-        np.testing.assert_allclose(after[name], before[name], rtol=1e-4, atol=1e-6)
-    for name in ("s", "r"):
-        assert (np.abs(after[name] / before[name] - 1) > 1e-4).mean() > 0.5
-    assert stats.kstest(after["s"], stats.gamma(3.0, scale=0.5).cdf).pvalue > RATE
-    assert (
-        stats.kstest((after["w"] / after["s"][:, None]).ravel(), stats.norm.cdf).pvalue
-        > RATE
-    )
-    assert stats.kstest(after["t"] / after["s"], stats.halfnorm.cdf).pvalue > RATE
-    assert stats.kstest(after["r"], stats.uniform(0.5, 1.5).cdf).pvalue > RATE
-    assert stats.kstest(after["u"] / after["r"], stats.uniform.cdf).pvalue > RATE
-    assert (after["bounded"] < HIGH).all()
-    assert (np.abs(after["bounded"] - before["bounded"]) > 1e-4).any()
-
-
-@pytest.mark.slow
-def test_scales_of_single_units_move_with_the_units():
-    """So an order of the units is always accepted, and each weight keeps its scale."""
-    before, after, accepted = from_the_prior()
-    assert (accepted[..., -1] == 1.0).all()
+    assert methods(described) == ["order"]
+    assert (accepted == 1.0).all()
     for n in range(50):
         # A unit is known by its first scale.
         where = np.argsort(before["a"][n])[np.argsort(np.argsort(after["a"][n]))]
         for name, axis in (("a", 0), ("b", 0), ("in", 1), ("out", 0)):
-            np.testing.assert_allclose(
-                after[name][n], before[name][n].take(where, axis), rtol=1e-4
-            )
+            moved = before[name][n].take(where, axis)
+            np.testing.assert_allclose(after[name][n], moved, rtol=1e-4)
     assert (np.abs(after["a"] - before["a"]) > 1e-6).any()
     np.testing.assert_allclose(after["other"], before["other"], rtol=1e-4)
 

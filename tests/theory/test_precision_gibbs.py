@@ -13,7 +13,6 @@ import pytest
 from helpers import refused
 from jax import random
 from numpyro import handlers
-from numpyro.infer import HMC, Gibbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from scipy import integrate, stats
 
@@ -42,9 +41,7 @@ def sweep(model, held, start=None):
 
 
 def quantiles(density):
-    """Cumulative distribution on a fine grid of logs, from a density up to a factor;
-    and a permuted sample of it.
-    """
+    """Distribution function on a grid of logs, and a permuted sample."""
     log_v = np.linspace(-8, 8, 20_001)
     cdf = integrate.cumulative_trapezoid(
         density(np.exp(log_v)) * np.exp(log_v), log_v, initial=0.0
@@ -70,11 +67,7 @@ HYPERPRIORS = {
         lambda v: np.exp(-0.5 * (v / 2) ** 2),
         1.0,
     ),
-    "half-Cauchy": (
-        lambda: dist.HalfCauchy(1),
-        lambda v: 1 / (1 + v**2),
-        1.0,
-    ),
+    "half-Cauchy": (lambda: dist.HalfCauchy(1), lambda v: 1 / (1 + v**2), 1.0),
     "precision, inverse gamma": (
         lambda: dist.InverseGamma(3.0, 2.0),
         lambda v: v**-4.0 * np.exp(-2 / v),
@@ -88,10 +81,7 @@ HYPERPRIORS = {
 }
 OF_SCALED_PRIOR = ("inverse gamma", "half-normal", "half-Cauchy")
 # scales of two log priors, and of the log density of the weights
-SCALED, OF_WEIGHTS = (
-    (0.4, 2.0),
-    1.5,
-)
+SCALED, OF_WEIGHTS = ((0.4, 2.0), 1.5)
 SHAPES = {"rows": (2, 1), "columns": (1, 3), "elements": (2, 3)}
 MASK, SEEN = np.array([True, False, True]), np.array([2.0, 100.0, -1.0])
 AT, NOISY = np.linspace(-1, 1, 7), np.array([0.1, 0.4, -0.3, 1.2, 0.8, 0.2, 0.9])
@@ -160,9 +150,7 @@ def of_gamma(concentration, rate):
 
 @cache
 def conditionals():
-    """Site -> exact distribution functions of its elements; and where sweeps of
-    half-Cauchy scales start.
-    """
+    """Site -> exact distribution functions; starts of half-Cauchy scales."""
     exact, start = {}, {}
     for name in HYPERPRIORS:
         plain = of_hyperprior(name, 6, (W**2).sum() / 1.5**2)
@@ -221,9 +209,7 @@ SITES = [*HYPERPRIORS, *(f"{name}, scaled" for name in OF_SCALED_PRIOR)]
     "site", [*SITES, *SHAPES, "of one weight", "of two sites", "around a mean", "noise"]
 )
 def test_draws_have_their_exact_conditional(site):
-    """From far away in one sweep; half-Cauchy scales from draws of their conditional,
-    which must stay such draws.
-    """
+    """In one sweep; half-Cauchy scales from draws of it, which stay such."""
     draws = draws_of_everything()[site].reshape(NUM_DRAWS, -1)
     exact = conditionals()[0][site]
     for values, cdf in zip(draws.T, exact, strict=True):
@@ -377,19 +363,3 @@ def test_sites_that_are_not_conjugate_are_refused_with_the_reason(model, reason)
         infer.PrecisionGibbs(model).init(
             random.key(0), 0, None, (), {GIBBS_SITES_KWARG: {"w": jnp.zeros(3)}}
         )
-
-
-@pytest.mark.slow
-def test_blocks_of_a_tempered_model_are_those_of_the_model():
-    """Its factor that is zero within the support says nothing of the precision."""
-
-    def model():
-        tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
-        numpyro.sample("w", dist.Normal(0.0, tau**-0.5).expand([3]).to_event(1))
-
-    block = infer.PrecisionGibbs(model)
-    sites = block.conjugate_sites()
-    kernel = infer.ParallelTempering(Gibbs([(block, sites), (HMC(model), None)]), 2)
-    state = kernel.init(random.key(0), 0, None, (), {})
-    assert sites
-    assert set(sites) <= set(state.z)

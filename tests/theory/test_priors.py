@@ -17,6 +17,7 @@ import pytest
 import scipy.special
 import scipy.stats
 from helpers import within_errors
+from numpy.testing import assert_allclose as close
 from numpyro import handlers
 from numpyro.infer.util import log_density
 from sklearn.gaussian_process.kernels import RBF, Matern
@@ -75,7 +76,7 @@ def test_density_of_a_weight_is_the_closed_form(name):
     prior, (parameter, shape), log_density_of = CLOSED[name]
     w = np.linspace(-3.0, 3.0, 12)
     fn = prior(parameter, shape)
-    np.testing.assert_allclose(fn.log_prob(w), log_density_of(w), rtol=1e-4, atol=1e-5)
+    close(fn.log_prob(w), log_density_of(w), rtol=1e-4, atol=1e-5)
 
 
 # Those with hyper-sites: the marginal distribution of one weight, with which the given
@@ -159,16 +160,14 @@ def test_marginal_of_a_weight(name):
 
 
 def test_group_student_is_the_integral_over_its_precision():
-    """Closed density against scipy, the length of a draw against F, and what
-    `given_rest` leaves invariant.
-    """
+    """Density, length of a draw, and what `given_rest` leaves invariant."""
     df = 3.0
     fn = priors.GroupStudentT(df, 0.5, (2, 3))
     w = np.random.default_rng(0).normal(size=(4, 2, 3)).astype(np.float32)
     expected = scipy.stats.multivariate_t(np.zeros(6), 0.25 * np.eye(6), df=df).logpdf(
         w.reshape(4, 6)
     )
-    np.testing.assert_allclose(fn.log_prob(w), expected, rtol=1e-5)
+    close(fn.log_prob(w), expected, rtol=1e-5)
 
     @jax.jit
     def run(key):
@@ -198,9 +197,7 @@ def test_group_student_is_the_integral_over_its_precision():
 
 
 def test_horseshoe_density_is_the_closed_form(x64):
-    """Our joint density, integrated over lambda, given tau = 1; from its logarithmic
-    spike to its tail.
-    """
+    """Our joint density integrated over lambda, given tau = 1."""
     model, name = partial(model_of, priors.Horseshoe(), ONE), ONE[0]
     # Trapezoid rule in log lambda: the integrand is analytic and decays, so the error
     # is far below 1e-8.
@@ -222,13 +219,11 @@ def test_horseshoe_density_is_the_closed_form(x64):
     w = np.array([1e-8, 1e-6, 1e-4, 1e-2, 0.1, 1.0, 5.0, 20.0])
     exact = np.exp(w**2 / 2) * scipy.special.exp1(w**2 / 2) / np.sqrt(2 * np.pi**3)
     # The prior of tau itself is a constant at tau = 1: the half-Cauchy density 1 / pi.
-    np.testing.assert_allclose(np.asarray(marginal(w)) * np.pi, exact, rtol=1e-8)
+    close(np.asarray(marginal(w)) * np.pi, exact, rtol=1e-8)
 
 
 def test_regularized_horseshoe_between_its_limits():
-    """sd = c tau lambda / hypot(c, tau lambda): small scales as they are, large ones c;
-    gradients are finite.
-    """
+    """sd = c tau lambda / hypot(c, tau lambda); gradients are finite."""
     model = priors.noncenter(partial(model_of, priors.RegularizedHorseshoe(), ONE))
 
     def sd(tau, local, slab):
@@ -243,26 +238,15 @@ def test_regularized_horseshoe_between_its_limits():
             "value"
         ][0, 0]
 
-    table = [
-        (0.3, 2.0, 4.0),
-        (1.0, 1.0, 1.0),
-        (5.0, 3.0, 0.1),
-        (1e-6, 10.0, 4.0),
-        (1e6, 1e3, 4.0),
-    ]
-    table += [
-        (1e-18, 1e-18, 4.0),
-        (1e18, 1e18, 4.0),
-        (1e-30, 1.0, 4.0),
-        (1e30, 1.0, 4.0),
-        (2.0, 1.0, 4.0),
-    ]
+    table = [(0.3, 2.0, 4.0), (1.0, 1.0, 1.0), (5.0, 3.0, 0.1), (2.0, 1.0, 4.0)]
+    extremes = [(1e-6, 10.0), (1e6, 1e3), (1e-18, 1e-18), (1e18, 1e18), (1e-30, 1.0)]
+    table += [(*pair, 4.0) for pair in (*extremes, (1e30, 1.0))]
     tau, local, slab = np.array(table, np.float32).T
     values, gradients = jax.jit(jax.vmap(jax.value_and_grad(sd, (0, 1, 2))))(
         tau, local, slab
     )
     root, plain = slab.astype(float) ** 0.5, tau.astype(float) * local
-    np.testing.assert_allclose(values, root * plain / np.hypot(root, plain), rtol=1e-6)
+    close(values, root * plain / np.hypot(root, plain), rtol=1e-6)
     assert all(np.isfinite(gradient).all() for gradient in gradients)
 
 
@@ -304,13 +288,11 @@ def test_density_of_filters_is_normal_with_the_covariance_of_scikit_learn(
             fn = priors.GPFilters(*scales, covariance, jitter=0.5, centered=True)(
                 "c.kernel", w.shape
             )
-        np.testing.assert_allclose(fn.log_prob(w), expected, rtol=1e-10)
+        close(fn.log_prob(w), expected, rtol=1e-10)
 
 
 def test_draws_of_filters_have_that_covariance_over_channels():
-    """Each entry of the empirical covariance within five standard errors, sqrt((K_ii
-    K_jj + K_ij^2) / n).
-    """
+    """Entries within five errors, sqrt((K_ii K_jj + K_ij^2) / n)."""
     draws = draws_of("GPFilters")
     samples = draws.transpose(1, 2, 0, 3, 4).reshape(9, -1)
     expected = 4.0 / 18 * correlation_of("matern32", 1.7, (3, 3))

@@ -2,8 +2,6 @@
 that are read, not run.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +12,14 @@ from helpers import each, group, mala
 from jax import lax, random
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
+from numpy.testing import assert_allclose as close
 from numpyro import handlers
-from numpyro.contrib.control_flow import scan
 from numpyro.infer import MCMC, SVI, Trace_ELBO
-from numpyro.primitives import Messenger
 from zoo import NOISE, X, Y, line, network, spread
 
 from numpyro_bnn import guides, infer, symmetry, to_inference_data
 from numpyro_bnn.program.axes import counted
-from numpyro_bnn.program.compiled import run, shared
+from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import arrays_in
 
@@ -44,22 +41,6 @@ def test_equal_computations_share_a_program(compiled):
     assert len(compiled) == before
 
 
-def test_programs_that_run_once_are_kept_for_themselves(compiled):
-    """A kernel must not be slow because the same computation was compiled quickly
-    before, also inside another one.
-    """
-    fn, two, counts = times(5.0), jnp.float32(2.0), []
-    for once in (True, False, True):
-        before = len(compiled)
-        assert float(run(fn, two, (THREE,), {}, once)) == 30.0
-        counts.append(len(compiled) - before)
-    assert counts == [1, 1, 0]
-    assert (
-        float(jax.jit(lambda x: run(fn, x, (THREE,), {}, runs_rarely=True))(2.0))
-        == 30.0
-    )
-
-
 CLOSED_OVER = {
     "number": lambda n: n,
     "NumPy array": lambda n: np.full(5000, n, np.float32),
@@ -72,9 +53,7 @@ CLOSED_OVER = {
 
 @pytest.mark.parametrize("kind", CLOSED_OVER)
 def test_what_a_function_closes_over_is_a_part_of_it(kind):
-    """Numbers and arrays, also inside a program of its own, and surroundings that
-    change between two calls.
-    """
+    """Also inside a program, and surroundings that change."""
     weights, surroundings = np.arange(5000, dtype=np.float32), {}
 
     def fn(given, args, kwargs):
@@ -116,28 +95,6 @@ def test_host_functions_and_derivatives_of_an_author_are_never_shared():
         assert float(found) == number
 
 
-def test_a_shared_function_is_traced_once_for_its_shapes(compiled):
-    """Also while it is differentiated, and again in float64."""
-    traced = []
-
-    def square(x):
-        traced.append(x)
-        return x * x
-
-    call = shared(square)
-    assert [float(call(jnp.float32(x))) for x in (2, 3)] == [4.0, 9.0]
-    assert len(traced) == 1
-    before = len(compiled)
-    assert float(shared(lambda x: x * x)(jnp.float32(5.0))) == 25.0
-    assert len(compiled) == before
-    assert float(jax.grad(call)(3.0)) == 6.0
-    found = []  # numbers, also inside another program, which may be kept
-    jax.jit(lambda x: found.append(call(np.float32(3.0))) or x)(1.0)
-    assert float(found[0]) == 9.0
-    with jax.enable_x64(True):
-        assert call(1.0).dtype == jnp.float64
-
-
 # -- what is compiled for a kernel, a guide, an export ---------------------------------
 
 
@@ -164,20 +121,14 @@ def test_a_second_kernel_and_export_compile_only_the_loop_of_mcmc(compiled):
         counts.append((middle - start, len(compiled) - middle))
         np.testing.assert_array_equal(group(found, "observed_data")["y"], y)
         mean = group(found, "posterior")["w"].to_numpy() @ new.T
-        np.testing.assert_allclose(
-            group(found, "predictions")["y_mean"], mean, rtol=1e-5, atol=1e-6
-        )
+        close(group(found, "predictions")["y_mean"], mean, rtol=1e-5, atol=1e-6)
         expected = exact_log_likelihood(found, x, y)
-        np.testing.assert_allclose(
-            group(found, "log_likelihood")["y"], expected, rtol=1e-4
-        )
+        close(group(found, "log_likelihood")["y"], expected, rtol=1e-4)
     assert counts[1] == (1, 0) < counts[0]
 
 
 def test_a_second_guide_and_export_compile_nothing(compiled):
-    """A new guide, other parameters, other data of the same shape; the first export
-    compiles few programs.
-    """
+    """Of other parameters and data of the same shape."""
     counts, params = [], []
     for seed in range(2):
         guide = guides.AutoMeanField(line)
@@ -190,9 +141,7 @@ def test_a_second_guide_and_export_compile_nothing(compiled):
         counts.append((middle - start, len(compiled) - middle))
         params.append(result.params)
         expected = exact_log_likelihood(found, x, y)
-        np.testing.assert_allclose(
-            group(found, "log_likelihood")["y"], expected, rtol=1e-4
-        )
+        close(group(found, "log_likelihood")["y"], expected, rtol=1e-4)
     assert counts[1] == (0, 0) < counts[0]
     assert 0 < counts[0][1] <= 10
     assert all(np.any(params[0][name] != params[1][name]) for name in params[0])
@@ -243,9 +192,7 @@ KERNELS = {
 
 @each("name", KERNELS, fast=["SGLD"])
 def test_data_are_no_constants_of_the_program(name):
-    """Of 300,000 rows none stands in what ``MCMC`` compiles; a copy of large data costs
-    many times their memory.
-    """
+    """A copy of large data costs many times their memory."""
     rows = 300_000
     kernel, data = KERNELS[name](), (jnp.zeros((rows, 2)), jnp.zeros(rows))
     state = kernel.init(random.key(0), 1, None, data)
@@ -255,92 +202,6 @@ def test_data_are_no_constants_of_the_program(name):
 
 
 # -- models are read -------------------------------------------------------------------
-
-
-class Note(Messenger):
-    """Note whether any latent site has a number instead of a placeholder."""
-
-    eager = False
-
-    def postprocess_message(self, msg):
-        latent = msg["type"] == "sample" and not msg["is_observed"]
-        self.eager |= latent and not isinstance(msg["value"], jax.core.Tracer)
-
-
-def precisions(x, y=None, batch_size=None):
-    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
-    w = numpyro.sample("w", dist.Normal(0.0, tau**-0.5).expand([1, 4]).to_event(2))
-    v = numpyro.sample("v", dist.Normal(0.0, 1.0).expand([4]).to_event(1))
-    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample(
-            "y",
-            dist.Normal(jnp.tanh(x[i, None] @ w) @ v, 1.0),
-            obs=None if y is None else y[i],
-        )
-
-
-UNITS = [symmetry.Permutation([("w", 1), ("v", 0)])]
-MALA = partial(mala, step_size=0.1)
-# What reads a model, and how often it may call it.
-READERS = {
-    "find": (lambda model: symmetry.find(model, THREE, THREE), 2),
-    "collapse": (lambda model: infer.collapse(model, ["v"], THREE, THREE), 1),
-    "conjugate_sites": (
-        lambda model: infer.PrecisionGibbs(model).conjugate_sites(THREE, THREE),
-        1,
-    ),
-    "MALA": (MALA, 3),
-    "OrbitMoves": (lambda model: infer.OrbitMoves(MALA(model), UNITS), 5),
-    "UnitMoves": (lambda model: infer.UnitMoves(MALA(model), {"w": 1}), 4),
-    # Once more for the codes of all rows.
-    "minibatches": (
-        lambda model: infer.SGLD(partial(model, batch_size=2), step_size=1e-3),
-        4,
-    ),
-}
-SLOW_READERS = {"find", "MALA", "OrbitMoves"}  # others read in the same ways
-
-
-@pytest.mark.filterwarnings("ignore:symmetry.find")
-@each("name", READERS, slow=SLOW_READERS)
-def test_models_are_read_without_running_them(name):
-    """No model is run operation by operation, each of which would be compiled; nor is
-    it called again and again.
-    """
-    calls = []
-
-    def model(*args, **kwargs):
-        note = Note()
-        with note:
-            precisions(*args, **kwargs)
-        calls.append(note.eager)
-
-    read, most = READERS[name]
-    found = read(model)
-    if hasattr(found, "init"):
-        found.init(random.key(0), 1, None, (jnp.asarray(THREE), jnp.asarray(THREE)))
-    assert 1 <= len(calls) <= most
-    assert not any(calls)
-
-
-def test_values_reach_the_inside_of_loops():
-    def model(y):
-        s = numpyro.sample("s", dist.HalfNormal(1.0))
-
-        def step(before, y):
-            z = numpyro.sample("z", dist.Normal(before, s))
-            numpyro.sample("y", dist.Normal(z, 1.0), obs=y)
-            return z, z
-
-        numpyro.deterministic("last", scan(step, 0.0, y)[0])
-
-    reading = Posterior(model, (THREE,))
-    assert reading.latent == ("s", "z")
-    assert float(reading.at({"z": jnp.array([5.0, 6.0, 7.0])})["last"]["value"]) == 7.0
-    depends = reading.depends(
-        lambda sites: {"last": sites["last"]["value"], "y": sites["y"]["fn"]}
-    )
-    assert depends == {"last": {"z"}, "y": {"z"}}
 
 
 def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
@@ -368,7 +229,7 @@ def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
     expected = handlers.trace(handlers.seed(model, random.key(1))).get_trace(*data)[
         "w"
     ]["value"]
-    np.testing.assert_allclose(second["w"], expected, rtol=1e-6)
+    close(second["w"], expected, rtol=1e-6)
 
 
 def test_programs_spread_over_devices_are_read():
@@ -421,10 +282,7 @@ def test_distributions_of_users_are_read():
 COUNTED = {
     "no index": (lambda i, x: x.sum(1), {"x": (True, False)}),
     "vmap": (lambda i, x: jax.vmap(jnp.sum)(x)[i], {"x": (True, False)}),
-    "vmap of columns": (
-        lambda i, x: jax.vmap(jnp.sum, 1)(x)[i],
-        {"x": (False, True)},
-    ),
+    "vmap of columns": (lambda i, x: jax.vmap(jnp.sum, 1)(x)[i], {"x": (False, True)}),
     "scan over rows": (
         lambda i, x, y: lax.scan(lambda h, r: (h, r[0] @ r[1]), 0.0, (x, y))[1][i],
         {"x": (True, None), "y": (True, None)},

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose as close
 from sklearn.preprocessing import StandardScaler
 
 from numpyro_bnn.datasets import Scaler
@@ -12,9 +13,9 @@ def test_scaler_agrees_with_scikit_learn():
     train = rng.normal([3, -40, 0.01], [2, 1e-3, 70], (50, 3))
     test = rng.normal(size=(20, 3))
     ours, theirs = Scaler.fit(train), StandardScaler().fit(train)
-    np.testing.assert_allclose(ours.mean, theirs.mean_, rtol=1e-13)
-    np.testing.assert_allclose(ours.scale_factor, theirs.scale_, rtol=1e-12)
-    np.testing.assert_allclose(ours.transform(test), theirs.transform(test), rtol=1e-9)
+    close(ours.mean, theirs.mean_, rtol=1e-13)
+    close(ours.scale_factor, theirs.scale_, rtol=1e-12)
+    close(ours.transform(test), theirs.transform(test), rtol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -46,7 +47,7 @@ def test_inverse_serves_draws_of_any_rank_and_keeps_dtype():
     inputs = Scaler.fit(rng.normal(5, 3, (30, 4)))
     draws = rng.normal(size=(2, 5, 7)).astype(np.float32)  # (C, S, N)
     assert target.inverse(draws).dtype == np.float32
-    np.testing.assert_allclose(
+    close(
         target.transform(target.inverse(draws)), draws, atol=2e-6
     )  # 5 eps |y| / scale
     assert inputs.inverse(np.zeros((2, 5, 7, 4))).shape == (2, 5, 7, 4)

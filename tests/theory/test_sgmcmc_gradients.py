@@ -17,6 +17,8 @@ import numpy as np
 import optax
 import pytest
 from helpers import each, refused
+from numpy.testing import assert_allclose as close
+from numpy.testing import assert_array_equal as equal
 from scipy import stats
 
 from numpyro_bnn import sgmcmc
@@ -83,7 +85,7 @@ def test_noise_is_normal_and_independent_of_all_other_randomness():
     drawn, again, other = recorded(
         WithReplacement(1000, 2), 1000, size=500, seeds=(0, 0, 1)
     )
-    np.testing.assert_array_equal(again.noise, drawn.noise)
+    equal(again.noise, drawn.noise)
     noise = np.asarray(drawn.noise, np.float64)
     n = noise.size
     for power, mean, sd in (
@@ -139,9 +141,7 @@ def test_epochs_cover_the_data_exactly(num_data, batch_size):
     )
     assert blocks.shape[1] == batch_size
     epochs = blocks.ravel()[: blocks.size // num_data * num_data].reshape(-1, num_data)
-    np.testing.assert_array_equal(
-        np.sort(epochs, axis=1), np.tile(np.arange(num_data), (len(epochs), 1))
-    )
+    equal(np.sort(epochs, axis=1), np.tile(np.arange(num_data), (len(epochs), 1)))
     assert len(np.unique(epochs, axis=0)) == len(epochs)
 
 
@@ -254,15 +254,13 @@ def test_mean_over_an_epoch_is_the_full_gradient(estimator):
         estimator(), q, np.random.default_rng(2).permutation(N).reshape(-1, B)
     )
     value, gradient = jax.value_and_grad(of_all)(q)
-    np.testing.assert_allclose(values.mean(), value, rtol=1e-5)
-    np.testing.assert_allclose(gradients.mean(0), gradient, rtol=2e-5, atol=1e-5)
+    close(values.mean(), value, rtol=1e-5)
+    close(gradients.mean(0), gradient, rtol=2e-5, atol=1e-5)
     assert gradients.std(0).max() > 1e-3
 
 
 def test_variance_of_control_variates_falls_towards_the_center():
-    """Second order: ten times nearer is about a hundred times quieter (the same
-    minibatches at each distance).
-    """
+    """Ten times nearer is about a hundred times quieter."""
     batches = np.random.default_rng(3).integers(0, N, (64, B))
     here, near, far = (
         estimates(variates(), mode() + s, batches)[1].var(0).sum()
@@ -321,11 +319,9 @@ def test_root_transpose_and_whitening_are_those_of_the_matrix(name, x64):
         state = preconditioner.update(state, jnp.asarray(gradient), jnp.bool_(True))
     root = np.stack([preconditioner.root(state, column) for column in jnp.eye(5)], 1)
     v = jnp.arange(1.0, 6.0)
-    np.testing.assert_allclose(root @ root.T, matrix, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(
-        preconditioner.transpose(state, v), root.T @ v, rtol=1e-12
-    )
-    np.testing.assert_allclose(preconditioner.whiten(state, root @ v), v, rtol=1e-10)
+    close(root @ root.T, matrix, rtol=1e-12, atol=1e-12)
+    close(preconditioner.transpose(state, v), root.T @ v, rtol=1e-12)
+    close(preconditioner.whiten(state, root @ v), v, rtol=1e-10)
     assert preconditioner.adapts == (name in ("learned", "blocks"))
 
 
@@ -345,13 +341,9 @@ def test_rmsprop_learns_in_warm_up_only():
         RMSProp(decay=0.5, damping=0.1, num_data=2, running=r) for r in (False, True)
     )
     learned = after(frozen, True)
-    np.testing.assert_allclose(
-        diagonal(frozen, learned), 1 / (0.1 + np.sqrt([2.0, 10.0])), rtol=1e-6
-    )
-    np.testing.assert_array_equal(
-        diagonal(frozen, after(frozen, False, learned)), diagonal(frozen, learned)
-    )
-    np.testing.assert_allclose(
+    close(diagonal(frozen, learned), 1 / (0.1 + np.sqrt([2.0, 10.0])), rtol=1e-6)
+    equal(diagonal(frozen, after(frozen, False, learned)), diagonal(frozen, learned))
+    close(
         diagonal(running, after(running, False)), diagonal(frozen, learned), rtol=1e-6
     )
     assert (frozen.biased, running.biased) == (False, True)
@@ -381,23 +373,19 @@ def test_parts_that_do_not_fit_are_refused(argument, make):
 
 def test_schedules_follow_their_formulas():
     t = np.arange(50)
-    np.testing.assert_allclose(
-        polynomial(0.3, 2.0, 0.7)(jnp.arange(50)), 0.3 * (2.0 + t) ** -0.7, rtol=1e-5
-    )
+    close(polynomial(0.3, 2.0, 0.7)(jnp.arange(50)), 0.3 * (2.0 + t) ** -0.7, rtol=1e-5)
     assert constant(0.2)(5) == 0.2
     # Zhang et al. (2020), equation 1, with K = 50 steps in M = 4 cycles
     phase = t % 13 / 13
     schedule = cyclical(0.5, 50, 4, explore=0.8)
-    np.testing.assert_allclose(
+    close(
         schedule(jnp.arange(50)),
         0.25 * (np.cos(np.pi * phase) + 1),
         rtol=1e-5,
         atol=1e-7,
     )
-    np.testing.assert_array_equal(schedule.collects(jnp.arange(50)), phase >= 0.8)
-    np.testing.assert_array_equal(
-        schedule.temperature(jnp.arange(50)), (phase >= 0.8).astype(float)
-    )
+    equal(schedule.collects(jnp.arange(50)), phase >= 0.8)
+    equal(schedule.temperature(jnp.arange(50)), (phase >= 0.8).astype(float))
     for explore in (0.0, 0.1, 0.3, 0.7, 0.9):
         # Phases such as 0.7 = 7 / 10 are not representable; the count must not depend
         # on rounding.
@@ -417,9 +405,7 @@ def test_any_schedule_drives_the_step():
     state = jax.jit(sampler.run, static_argnums=1)(
         sampler.init(jnp.ones(2), jax.random.key(0)), 30
     )
-    np.testing.assert_allclose(
-        state.position, np.prod(1 - 0.05 * 0.5 ** (np.arange(30) / 5)), rtol=1e-5
-    )
+    close(state.position, np.prod(1 - 0.05 * 0.5 ** (np.arange(30) / 5)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("bound", [1, 7, 10**6, 2**31 - 1])

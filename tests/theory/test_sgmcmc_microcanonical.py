@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import each, squares_of
+from numpy.testing import assert_allclose as close
 
 from numpyro_bnn.infer import MCLMC, implied_bias
 from numpyro_bnn.sgmcmc import Full, Microcanonical, build
 from numpyro_bnn.sgmcmc.dynamics import Direction
 from numpyro_bnn.sgmcmc.interfaces import Evaluation, StepContext, StepRandomness
 
-slow = pytest.mark.slow
 BOTH = pytest.mark.parametrize("integrator", ["mclachlan", "leapfrog"])
 P = 6
 STIFF = np.linspace(0.5, 3.0, P)
@@ -110,26 +110,15 @@ def test_a_step_is_the_published_one(integrator, x64):
     q, u, error = transcribed(
         Q, refreshed / np.linalg.norm(refreshed), integrator, eps, root, temperature
     )
-    np.testing.assert_allclose(found.position, q, rtol=1e-6)
-    np.testing.assert_allclose(found.memory.direction, u, rtol=1e-6)
-    np.testing.assert_allclose(found.energy_error, error, rtol=1e-6)
+    close(found.position, q, rtol=1e-6)
+    close(found.memory.direction, u, rtol=1e-6)
+    close(found.energy_error, error, rtol=1e-6)
     assert np.abs(q - Q).max() > 0.1
     assert abs(error) > 1e-3
 
 
-@BOTH
-def test_a_program_holds_the_gradient_of_a_step_once(integrator):
-    sampler = build(
-        Full(lambda q: jnp.sum(jnp.sin(q))), Microcanonical(2.5, integrator), schedule=1
-    )
-    state = sampler.init(jnp.ones(P), jax.random.key(0))
-    assert str(jax.make_jaxpr(sampler.step)(state)).count("= cos") == 1
-
-
 def test_the_kinetic_energy_is_the_jacobian(x64):
-    """Minus the log determinant of a step on (position, sphere), by automatic
-    differentiation in tangent planes.
-    """
+    """Minus the log determinant on (position, sphere), in tangent planes."""
 
     @jax.jit
     def step(q, u):
@@ -147,16 +136,12 @@ def test_the_kinetic_energy_is_the_jacobian(x64):
         np.block([[qq, qu @ first], [last.T @ uq, last.T @ uu @ first]])
     )
     error = transcribed(Q, U, "mclachlan", 0.8, 1.0, 1.0)[2]
-    np.testing.assert_allclose(
-        -logdet, error - (value(np.asarray(q)) - value(Q)), rtol=1e-8
-    )
+    close(-logdet, error - (value(np.asarray(q)) - value(Q)), rtol=1e-8)
     assert abs(logdet) > 0.1
 
 
 def test_energy_errors_keep_their_digits():
-    """P = 2000, potentials near 10^4: a trajectory of 60 steps in float32 beside the
-    same in float64.
-    """
+    """Of 60 steps at potentials near 10^4, in float32 and float64."""
     size = 2000
     q = np.random.default_rng(3).normal(size=size) * 3
 
@@ -179,7 +164,7 @@ def test_energy_errors_keep_their_digits():
     assert abs(double) > 0.05
     # 120 gradients with a relative error of 1e-7 each turn the direction by as much,
     # times P.
-    np.testing.assert_allclose(single, double, atol=0.02)
+    close(single, double, atol=0.02)
 
 
 def test_one_step_in_ten_is_shorter_where_steps_may_be_refused(x64):
@@ -208,18 +193,14 @@ def test_one_step_in_ten_is_shorter_where_steps_may_be_refused(x64):
 
 
 def test_the_implied_bias_is_that_of_leapfrog():
-    """Underdamped Langevin (OBABO) with the angle h: variance 1 / (1 - h^2 / 4), energy
-    errors from its matrix.
-    """
+    """OBABO with the angle h: variance 1 / (1 - h^2 / 4)."""
     for h in np.linspace(0.01, 1.9, 50):
         step = np.array([[1 - h**2 / 2, h], [-h * (1 - h**2 / 4), 1 - h**2 / 2]])
         variance = 1 / (1 - h**2 / 4)
         change = (step.T @ step - np.eye(2)) @ np.diag([variance, 1.0])
-        np.testing.assert_allclose(
-            implied_bias(0.5 * np.trace(change @ change)), variance - 1, rtol=1e-6
-        )
+        close(implied_bias(0.5 * np.trace(change @ change)), variance - 1, rtol=1e-6)
     first, last = MCLMC(lambda: None).energy_targets
-    np.testing.assert_allclose(implied_bias(last), 0.05)  # bias_tolerance
+    close(implied_bias(last), 0.05)  # bias_tolerance
     # or where steps have errors of a quarter of the largest that is taken
     assert first == 100 * last
     energies = np.geomspace(1e-12, 10, 40)
@@ -270,9 +251,7 @@ def test_a_refused_step_turns_back(bad):
 
     before, state = after(Microcanonical(float("inf"), max_energy_error=5.0))
     np.testing.assert_array_equal(state.position, before.position)
-    np.testing.assert_allclose(
-        state.memory.direction, -before.memory.direction, rtol=1e-5
-    )
+    close(state.memory.direction, -before.memory.direction, rtol=1e-5)
     assert (int(state.first_divergence), int(state.step)) == (-1, 1)
     assert (int(state.statistics.num_refused), int(state.statistics.num_steps)) == (
         1,
@@ -287,9 +266,7 @@ def test_a_refused_step_turns_back(bad):
 
 
 def test_the_way_down_is_taken_in_warm_up_only():
-    """Far from the mode energy errors are huge: in warm-up, steps that lower the
-    potential are taken all the same.
-    """
+    """Steps with huge errors that lower the potential."""
     sampler = build(
         Full(lambda q: 1e4 * rounded(q)),
         Microcanonical(2.0, max_energy_error=5.0),
@@ -312,17 +289,8 @@ def test_the_way_down_is_taken_in_warm_up_only():
 def test_warm_up_may_take_larger_errors_than_the_draws():
     dynamics = Microcanonical(2.0, max_energy_error=5.0, max_warm_up_error=float("inf"))
     sampler = build(Full(lambda q: 1e4 * rounded(q)), dynamics, schedule=1.0)
-    run = jax.jit(sampler.run, static_argnums=1)
-    refused = [
-        int(
-            run(
-                sampler.init(
-                    jnp.full(P, 1e-3), jax.random.key(0), jnp.int32(num_warmup)
-                ),
-                5,
-            ).statistics.num_refused
-        )
-        for num_warmup in (0, 5)
-    ]
-    assert refused[0] > 0
-    assert refused[1] == 0
+    for num_warmup in (0, 5):
+        key, start = jax.random.key(0), jnp.full(P, 1e-3)
+        state = sampler.init(start, key, jnp.int32(num_warmup))
+        refused = jax.jit(sampler.run, static_argnums=1)(state, 5).statistics
+        assert (int(refused.num_refused) > 0) == (num_warmup == 0)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import each
+from numpy.testing import assert_allclose as close
+from numpy.testing import assert_array_equal as equal
 from scipy.stats import norm
 
 from numpyro_bnn import sgmcmc
@@ -38,10 +40,7 @@ SHIFT = np.array([0.3, -0.2, 0.1])  # a minibatch
 FAR = 200 * SHIFT  # a minibatch of rows that fit very badly
 MALA = HMC(1, jitter=0.0)
 # uniform numbers: every proposal is accepted, or none that raises the energy
-ALWAYS, NEVER = (
-    1e-300,
-    1.0,
-)
+ALWAYS, NEVER = (1e-300, 1.0)
 
 
 def potential(q, batch=0.0):
@@ -78,7 +77,7 @@ def kick(r, q, time, batch=0.0):
 
 
 def same(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    close(found, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +143,7 @@ def test_a_step_of_sgnht_follows_its_equations(xi, x64):
     same(found.position, q)
     same(found.memory.momentum, kick(fresh, q, H / 2, SHIFT))
     xi = half + H / 2 / 1.4 * (fresh @ fresh / 3 - TEMPERATURE)
-    np.testing.assert_allclose(found.memory.friction, xi, rtol=1e-12, atol=1e-15)
+    close(found.memory.friction, xi, rtol=1e-12, atol=1e-15)
 
 
 GUARDED = {
@@ -315,14 +314,15 @@ def steps(sampler, state, number):
 
 def assert_same(found, expected):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+        close(a, b, rtol=1e-3, atol=1e-5)
 
 
-@each("name", SAMPLERS, fast=["BAOAB on epochs"])
+SOME = ["BAOAB on epochs", "thermostat", "HMC", "MCLMC on minibatches"]
+
+
+@each("name", SOME, fast=1)
 def test_a_run_is_its_single_steps_and_goes_on_where_it_stopped(name):
-    """131 steps take three blocks of random numbers, the last of them shorter; new
-    seeds give another chain.
-    """
+    """131 steps take three blocks of random numbers, the last shorter."""
     sampler, num_gradients = SAMPLERS[name]
     with (
         jax.numpy_rank_promotion("raise"),
@@ -360,7 +360,7 @@ def test_float64_stays_float64(name, x64):
     assert jnp.float32 not in dtypes
 
 
-@each("name", SAMPLERS, fast=["BAOAB on epochs", "MALA"])
+@each("name", ["BAOAB on epochs", "MALA", "thermostat", "MCLMC"], fast=2)
 def test_refresh_renews_what_is_cached_of_the_target(name):
     """After a move from outside: caches as at a fresh start, momenta kept."""
     sampler, _ = SAMPLERS[name]
@@ -372,16 +372,14 @@ def test_refresh_renews_what_is_cached_of_the_target(name):
         for s in (moved, fresh)
     )
     for kept in old.keys() - {"potential", "gradient", "slope"}:
-        np.testing.assert_array_equal(new[kept], old[kept])
-    if "potential" in new and name != "MCLMC on minibatches":
-        np.testing.assert_allclose(new["potential"], of_all(moved.position), rtol=1e-5)
+        equal(new[kept], old[kept])
+    if "potential" in new:
+        close(new["potential"], of_all(moved.position), rtol=1e-5)
     if "gradient" in new and sampler.gradient is ALL:
-        np.testing.assert_allclose(
-            new["gradient"], jax.grad(of_all)(moved.position), rtol=1e-5
-        )
-    elif "gradient" in new and name != "pSGLD":
+        close(new["gradient"], jax.grad(of_all)(moved.position), rtol=1e-5)
+    elif "gradient" in new:
         assert np.abs(np.asarray(new["gradient"] - old["gradient"])).min() > 1
-    np.testing.assert_array_equal(fresh.position, moved.position)
+    equal(fresh.position, moved.position)
 
 
 KEPT = ("step", "memory", "statistics")  # by a restart, or new by another minibatch
@@ -409,22 +407,11 @@ def test_statistics_are_means_of_what_happened():
         kinetic.append(float(state.memory.momentum @ state.memory.momentum) / 3)
         white = sampler.preconditioner.whiten(state.adaptation, state.position)
         virial.append(float(white @ state.memory.slope) / 3)
-    np.testing.assert_allclose(
-        state.statistics.kinetic_temperature, np.mean(kinetic), rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        state.statistics.configurational_temperature, np.mean(virial), rtol=1e-5
-    )
+    close(state.statistics.kinetic_temperature, np.mean(kinetic), rtol=1e-5)
+    close(state.statistics.configurational_temperature, np.mean(virial), rtol=1e-5)
 
 
 # -- steps that are not finite ---------------------------------------------------------
-
-
-class Odd:
-    """The minibatch is the number of the step, and 0 at the start."""
-
-    def draw(self, words, step):
-        return jnp.ravel(step)
 
 
 def stretched(q):
@@ -461,23 +448,14 @@ def test_a_chain_that_keeps_failing_is_marked_and_the_step_is_named(dynamics):
     assert int(steps(sampler, longer, 1).first_divergence) == 10 + LOST - count
 
 
-@pytest.mark.parametrize(
-    "dynamics", [Overdamped(), BAOAB(1.0)], ids=["overdamped", "BAOAB"]
-)
-def test_a_gradient_that_is_not_finite_is_seen(dynamics):
-    sampler = build(
-        sgmcmc.Full(lambda q: jnp.sum(jnp.sqrt(q))), dynamics, schedule=0.01
-    )
+def test_a_gradient_that_is_not_finite_is_seen():
+    target = sgmcmc.Full(lambda q: jnp.sum(jnp.sqrt(q)))
+    sampler = build(target, BAOAB(1.0), schedule=0.01)
     before = sampler.init(jnp.array([1.0, -1.0]), jax.random.key(0))
     state = steps(sampler, before, 1)
-    assert (
-        int(state.refused_in_a_row),
-        int(state.statistics.num_refused),
-        int(state.step),
-    ) == (1, 1, 1)
+    assert int(state.refused_in_a_row) == int(state.statistics.num_refused) == 1
     np.testing.assert_array_equal(state.position, [1.0, -1.0])
-    if dynamics.momentum(state.memory) is not None:
-        np.testing.assert_array_equal(state.memory.momentum, -before.memory.momentum)
+    equal(state.memory.momentum, -before.memory.momentum)
 
 
 @pytest.mark.parametrize(
@@ -498,21 +476,8 @@ def test_a_potential_that_is_not_finite_is_seen(dynamics, behind):
     assert 0 < int(state.statistics.num_refused) < 300
 
 
-def test_a_minibatch_may_show_a_border_when_caches_are_renewed():
-    """Its gradient is not finite: the chain goes on without it until its next step."""
-    broken = sgmcmc.Minibatch(
-        lambda q, i: jnp.sum(q * q) * jnp.where(i[0] > 0, 1.0, jnp.nan), Odd()
-    )
-    sampler = build(broken, BAOAB(1.0), schedule=0.01)
-    state = sampler.init(jnp.ones(3), jax.random.key(0))
-    np.testing.assert_array_equal(state.memory.slope, np.zeros(3))
-    assert not np.array_equal(steps(sampler, state, 2).position, state.position)
-
-
 def test_a_momentum_that_is_not_finite_is_seen():
-    """A wide preconditioner makes an infinite momentum of a finite gradient: no later
-    step would be finite.
-    """
+    """A wide preconditioner makes it of a finite gradient."""
     steep = sgmcmc.Full(lambda q: 1e30 * jnp.sum(jnp.where(q > 1, q, 0.0)))
     sampler = build(
         steep, BAOAB(1.0), sgmcmc.Diagonal(1e20), schedule=0.01, temperature=1e-26
@@ -521,26 +486,7 @@ def test_a_momentum_that_is_not_finite_is_seen():
     before = before._replace(memory=before.memory._replace(momentum=jnp.array([1e-12])))
     after = steps(sampler, before, 1)
     assert int(after.statistics.num_refused) == 1
-    np.testing.assert_allclose(after.memory.momentum, [-1e-12])
-
-
-def half_a_gaussian(q):
-    return 0.5 * jnp.vdot(q, q) + jnp.where(q[0] > 0, 0.0, jnp.nan) * q[0]
-
-
-@pytest.mark.parametrize("dynamics", [BAOAB(2.0), MALA], ids=["BAOAB", "MALA"])
-def test_a_chain_that_takes_steps_in_between_is_not_marked(dynamics):
-    """With steps as long as the density is wide. Metropolis rejects what has no
-    potential, and reports nothing.
-    """
-    sampler = build(sgmcmc.Full(half_a_gaussian), dynamics, schedule=1.0)
-    state = steps(sampler, sampler.init(jnp.ones(1), jax.random.key(0)), 1500)
-    assert (int(state.first_divergence), int(state.statistics.num_steps)) == (-1, 1500)
-    assert float(state.position[0]) > 0
-    if isinstance(dynamics, BAOAB):
-        assert int(state.statistics.num_refused) > LOST
-    else:
-        assert float(state.statistics.accept_prob) < 0.99
+    close(after.memory.momentum, [-1e-12])
 
 
 # -- the part of a minibatch potential that is hoisted out of the steps ----------------
@@ -606,9 +552,7 @@ def inner_loops(jaxpr):
 
 @pytest.mark.core
 def test_work_of_a_step_does_not_depend_on_the_size_of_the_data():
-    """No number in the loop over steps is as long as the data, of which the block
-    around it picks the rows.
-    """
+    """The block around the loop picks the rows."""
     x = np.zeros((100_000, 3), np.float32)
     gradient = sgmcmc.Minibatch(
         lambda q, i: jnp.sum((jnp.asarray(x)[i] - q) ** 2),

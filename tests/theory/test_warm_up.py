@@ -12,8 +12,9 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import each, mala, walk
+from helpers import each, walk
 from jax.extend.core import jaxprs_in_params
+from numpy.testing import assert_allclose as close
 from numpyro.distributions import constraints
 from numpyro.infer import MCMC
 from scipy import linalg, stats
@@ -22,13 +23,11 @@ from numpyro_bnn import infer, metrics, models, nn, priors, to_inference_data
 
 N, B = 120, 4
 CHAINS = {"num_chains": 3, "chain_method": "vectorized", "progress_bar": False}
-NOISY = ["SGLD", "SGHMC", "SGNHT", "MCLMC"]
+NOISY = ["SGLD", "SGHMC", "MCLMC"]
 
 
 def quadratic(slopes, curvature, batch_size=None):
-    """Rows with gradients ``slopes[i]``, a common curvature, and so a noise that is the
-    same everywhere.
-    """
+    """Gradients ``slopes[i]`` and a curvature: noise is the same everywhere."""
     w = numpyro.sample(
         "w", dist.ImproperUniform(constraints.real_vector, (), slopes.shape[1:])
     )
@@ -118,9 +117,7 @@ def test_chosen_steps_have_the_bias_they_state(name):
 
 
 def test_steps_are_chosen_by_the_curvature_behind_the_preconditioner():
-    """The largest eigenvalue of L' H L, for a Hessian whose largest one is elsewhere: 4
-    * 0.05 over it.
-    """
+    """4 * 0.05 over the largest eigenvalue of L' H L."""
     hessian = np.array([[4.0, 1.0, 0.0], [1.0, 3.0, 0.5], [0.0, 0.5, 30.0]])
     metric = np.array([[9.0, 2.0, 0.0], [2.0, 5.0, 0.1], [0.0, 0.1, 0.05]])
     kernel = infer.SGLD(
@@ -134,81 +131,27 @@ def test_steps_are_chosen_by_the_curvature_behind_the_preconditioner():
 
 
 @pytest.mark.slow
-def test_noise_is_measured_behind_the_preconditioner():
-    """Its mean over coordinates, and its ratio to the gradient, which shortens stable
-    steps on the way to the typical set; within 5 standard errors of the exact
-    covariance: failure rate 6e-7 each.
-    """
-    size, batches = 200, 128
-    slopes = np.random.default_rng(0).normal(3.0, 1.0, (N, size)) * np.linspace(
-        0.5, 2.0, size
-    )
-    metric = np.linspace(20.0, 3.0, size)
-    options = {
-        "preconditioner": metric,
-        "warm_start": 0.0,
-        "steps_per_draw": 1,
-        "bias_tolerance": 1e-6,
-    }
-    args = problem(
-        slopes, np.diag(1 / metric)
-    )  # behind the preconditioner the curvature is 1
-    state, _ = walk(
-        infer.SGLD(quadratic, **options),
-        1,
-        args,
-        start={"w": jnp.zeros(size)},
-        warmup=4,
-    )
-    white = slopes * np.sqrt(metric)
-    covariance = N**2 / B * np.cov(white.T, bias=True)
-    total, mean = np.trace(covariance), N * white.mean(0)
-    error = np.sqrt(2 / (batches - 1) * np.sum(covariance**2)) / total
-    assert error < 0.05
-    assert float(state.gradient_noise) == pytest.approx(total / size, rel=5 * error)
-    # The squared length of the mean of the estimates is too large by the noise of that
-    # mean.
-    relative = total / (mean @ mean + total / batches)
-    assert 1 / float(state.step_size) - 1 == pytest.approx(
-        relative, rel=5 * error + 0.1
-    )
+def test_frictions_are_per_unit_of_time():
+    """On a flat density paths in units of sqrt(eps) do not depend on it."""
 
+    def flat():
+        numpyro.sample("w", dist.ImproperUniform(constraints.real, (), ()))
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SGHMC", "SGNHT"])
-def test_frictions_are_per_unit_of_time(name):
-    """On a flat density paths in units of h = sqrt(eps) do not depend on it, nor the
-    steps in which momenta and thermostat change; with one constant force in the place
-    of noise, velocities relax by the decay per step.
-    """
+    def path(eps):
+        options = {"momentum_decay": 0.3, "steps_per_draw": 1, "warm_start": 0.0}
+        kernel = infer.SGNHT(flat, eps, **options)
+        return walk(kernel, 60, start={"w": jnp.zeros(())})[1]["w"] / eps**0.5
 
-    def flat(force):
-        numpyro.factor(
-            "f",
-            force * numpyro.sample("w", dist.ImproperUniform(constraints.real, (), ())),
-        )
-
-    def path(eps, force, **options):
-        kernel = getattr(infer, name)(
-            flat, eps, momentum_decay=0.3, steps_per_draw=1, warm_start=0.0, **options
-        )
-        return walk(kernel, 60, (force,), start={"w": jnp.zeros(())})[1]["w"] / eps**0.5
-
-    short, long = path(1e-4, 0.0), path(0.04, 0.0)
-    np.testing.assert_allclose(short, long, rtol=1e-3, atol=1e-4)
+    short, long = path(1e-4), path(0.04)
+    close(short, long, rtol=1e-3, atol=1e-4)
     assert np.abs(short[-1]) > 0.1
-    if name == "SGHMC":
-        gains = np.diff(path(0.04, 1.0, temperature=0.0)[:8], 2)
-        np.testing.assert_allclose(gains[1:] / gains[:-1], 0.7, rtol=1e-2)
 
 
 # -- preconditioners -------------------------------------------------------------------
 
 
 def test_scales_belong_to_the_sites_they_are_given_for():
-    """Without noise, on a slope of 1 everywhere: a step moves by G eps / 2, whatever
-    the order of the sites.
-    """
+    """A step moves by G eps / 2, whatever the order of the sites."""
 
     def slope():
         for name, size in (("b", 2), ("a", 3), ("c", 1)):
@@ -229,7 +172,7 @@ def test_scales_belong_to_the_sites_they_are_given_for():
     start = {"b": jnp.zeros(2), "a": jnp.zeros(3), "c": jnp.zeros(1)}
     _, draws = walk(kernel, 1, start=start)
     for name, moved in {"b": [0.4, 0.9], "a": [2.5] * 3, "c": [0.1]}.items():
-        np.testing.assert_allclose(draws[name][0], moved, rtol=1e-5)
+        close(draws[name][0], moved, rtol=1e-5)
 
 
 @each(
@@ -270,7 +213,7 @@ def test_the_optimizer_finds_the_mode_of_standardized_weights(
     member = to_inference_data(mcmc, members=True)["posterior"]
     scale, w = (np.asarray(member[name]).squeeze() for name in ("scale", "w"))
     slope = jax.grad(lambda s: family(0.0, 1.0).log_prob(w / s).sum())(scale)
-    np.testing.assert_allclose(scale**2 - 1, scale * slope, atol=0.05 * scale**2)
+    close(scale**2 - 1, scale * slope, atol=0.05 * scale**2)
     assert w @ w > 0.1
 
 
@@ -301,7 +244,7 @@ def test_scales_come_from_the_squared_gradients_of_the_warm_start():
     )
     np.testing.assert_array_equal(draws["w"][0], 0.0)
     scale = 1 / (1e-5 + lengths)
-    np.testing.assert_allclose(
+    close(
         np.abs(draws["w"][1]),
         5e-4 / size * scale / scale.mean() * N * lengths,
         rtol=1e-3,
@@ -309,8 +252,7 @@ def test_scales_come_from_the_squared_gradients_of_the_warm_start():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SGLD", "MCLMC"])
-def test_a_thousand_parameters_get_a_diagonal(name):
+def test_a_thousand_parameters_get_a_diagonal():
     """Of one shape from the start of the warm-up, when it is one, to its end."""
 
     def many_weights(y, batch_size):
@@ -318,16 +260,14 @@ def test_a_thousand_parameters_get_a_diagonal(name):
         with numpyro.plate("data", y.shape[0], subsample_size=batch_size) as i:
             numpyro.sample("y", dist.Normal(w[i], 1.0), obs=y[i])
 
-    kernel = getattr(infer, name)(many_weights, steps_per_draw=2)
+    kernel = infer.MCLMC(many_weights, steps_per_draw=2)
     state, _ = walk(kernel, 5, (jnp.zeros(1001), 7), warmup=4)
     assert state.engine.adaptation.shape == (1001,)
     assert len(np.unique(state.engine.adaptation)) > 500
 
 
 def uneven_noise():
-    """Slopes of correlated rows whose noise differs by 10^8 between directions, and
-    curvatures of the same shape.
-    """
+    """Noise that differs by 10^8 between directions, and so curvatures."""
     mixed = np.array(
         [[1e3, 2e2, 0, 0], [0, 10.0, 1.0, 0], [0, 0, 1.0, 0.05], [0, 0, 0, 0.1]]
     )
@@ -340,9 +280,7 @@ def uneven_noise():
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", NOISY)
 def test_chains_move_in_all_directions_of_uneven_noise_within_the_tolerated_bias(name):
-    """Chosen steps: variances 1 to 1.05 along each exact principal axis, within 4
-    standard errors over 300 chains.
-    """
+    """Variances 1 to 1.05 along each axis; 4 errors over 300 chains."""
     slopes, curvature = uneven_noise()
     kernel = getattr(infer, name)(quadratic, steps_per_draw=60, warm_start=0.0)
     options = {"start": {"w": jnp.zeros((300, 4))}, "chains": 300, "warmup": 40}
@@ -366,9 +304,7 @@ def test_chains_move_in_all_directions_of_uneven_noise_within_the_tolerated_bias
 
 
 def one_weight_per_row(num_rows, batch_size):
-    """The potential falls in direction i by N / B for each row i of a minibatch. Groups
-    have a latent site.
-    """
+    """The potential falls in direction i by N / B for each row i."""
     w = numpyro.sample(
         "w", dist.ImproperUniform(constraints.real_vector, (), (num_rows,))
     )
@@ -389,7 +325,7 @@ def test_every_optimizer_step_has_a_minibatch_of_its_own():
     kernel = infer.SGLD(one_weight_per_row, 1e-3, steps_per_draw=1, warm_start=warm)
     _, draws = walk(kernel, 2, (30, 1), start=zeros(30), warmup=4)
     for number, count in zip((30, 60), draws["w"], strict=True):
-        np.testing.assert_allclose(count, count.round(), atol=1e-3)
+        close(count, count.round(), atol=1e-3)
         assert count.sum() == pytest.approx(number, rel=1e-4)
     first, both = draws["w"]
     # The share of the most frequent of 30 rows in 30 draws is above a third with
@@ -399,9 +335,7 @@ def test_every_optimizer_step_has_a_minibatch_of_its_own():
 
 
 def learned_of(num_rows, share, batch_size=None):
-    """How far gradient descent moves the weight of each row, on average
-    over 200 steps.
-    """
+    """How far gradient descent moves the weight of each row."""
     warm = infer.WarmStart(
         0.5, num_steps=200, optimizer=optax.sgd(1 / 200), held_out=share
     )
@@ -418,7 +352,7 @@ def test_held_out_rows_are_not_learned_and_the_others_weigh_as_much_as_all(batch
     assert (moved == 0).sum() == 5
     assert moved.sum() == pytest.approx(20, rel=1e-3)
     if batch_size is None:
-        np.testing.assert_allclose(moved[moved > 0], 20 / 15, rtol=1e-3)
+        close(moved[moved > 0], 20 / 15, rtol=1e-3)
     np.testing.assert_array_equal(
         moved == 0, learned_of(20, 0.25) == 0
     )  # the same rows in each run
@@ -436,9 +370,7 @@ def up(steps):
 
 
 def measured(y, random=False):
-    """The mean of some rows, which one half of the masks of a random model hide, in
-    plates with a latent site.
-    """
+    """The mean of rows that half of the masks of a random model hide."""
     with numpyro.plate("groups", 2, dim=-2):
         a = numpyro.sample("a", dist.Normal(0.0, 100.0))
         kept = 2.0 * jax.random.bernoulli(numpyro.prng_key()) if random else 1.0
@@ -463,7 +395,7 @@ def test_sampling_starts_where_held_out_rows_were_predicted_best(random):
     start = {"a": jnp.zeros((8, 2, 1))}
     _, draws = walk(kernel, 6, (y,), start=start, chains=8, warmup=10)
     path = np.array([1, 2, 3, 4, 5, 3]) * (0.5 if random else 1.0)
-    np.testing.assert_allclose(
+    close(
         draws["a"], np.broadcast_to(path[:, None, None, None], (6, 8, 2, 1)), rtol=1e-3
     )
 
@@ -479,16 +411,14 @@ def test_starts_are_spread():
         ]
 
     near, far = (np.asarray(start(spread)) for spread in (1.0, 3.0))
-    np.testing.assert_allclose(start(6.0), 2 * far, rtol=1e-6)
+    close(start(6.0), 2 * far, rtol=1e-6)
     for spread, values in ((1, near), (3, far)):
         assert stats.kstest(values.ravel() / spread, "uniform", (-2, 4)).pvalue > 1e-3
 
 
 @pytest.mark.slow
 def test_one_huge_gradient_at_the_start_is_forgotten():
-    """A wall of slope 1e12 at the start: the scale of Adam alone would remember it for
-    10,000s of steps.
-    """
+    """Of 1e12: the scale of Adam alone would remember it."""
 
     def beside_a_wall():
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
@@ -499,9 +429,7 @@ def test_one_huge_gradient_at_the_start_is_forgotten():
         state, _ = walk(kernel, 10, start={"w": jnp.array([2.0, 1.0])}, warmup=20)
         return np.ravel(kernel.members(state, (), {})["w"])
 
-    np.testing.assert_allclose(
-        end_of(infer.WarmStart(0.5, num_steps=1000)), 0.0, atol=0.02
-    )
+    close(end_of(infer.WarmStart(0.5, num_steps=1000)), 0.0, atol=0.02)
     plain = end_of(infer.WarmStart(0.5, num_steps=1000, optimizer=optax.adam(0.01)))
     assert plain[0] > 1.8
 
@@ -509,58 +437,12 @@ def test_one_huge_gradient_at_the_start_is_forgotten():
 # -- gradients that measurements use ---------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "batch_size", "step", "refresh", "noise", "curvature"),
-    [
-        (infer.SGLD, 8, 1, 1, 128, 3),
-        (partial(infer.SGHMC, step_size=1e-3), 8, 1, 1, 128, 0),
-        # a gradient of all data at the center
-        (partial(infer.SGHMC, gradient="control_variates"), 8, 2, 3, 256, 3),
-        # it renews what it caches in each transition
-        (mala, None, 1, 0, 0, 1),
-        # a difference of two gradients, of which one is kept
-        (infer.MCLMC, None, 2, 2, 0, 1),
-    ],
-    ids=["minibatch", "given", "control variates", "metropolis", "microcanonical"],
-)
-def test_gradients_of_measurements_are_counted(
-    make, batch_size, step, refresh, noise, curvature
-):
-    """Of 24 products with the Hessian, or differences of gradients, two each; where the
-    step size is adapted, it needs the curvature once.
-    """
-    kernel = make(quadratic, steps_per_draw=10, preconditioner="identity")
-    args = problem(
-        np.random.default_rng(0).normal(size=(N, 3)), 9 * np.eye(3), batch_size
-    )
-    _, (counts, sizes) = walk(
-        kernel,
-        6,
-        args,
-        warmup=4,
-        keep=lambda state: (state.num_gradients, state.step_size),
-    )
-    # Ten steps of the optimizer in the first transition, and a look at their end;
-    # measured before the second, third and fourth.
-    products = 48 * (2 if noise == 256 else 1) - 2 * (make is infer.MCLMC)
-    found = [refresh + noise + products * (number < curvature) for number in range(3)]
-    steps = 10 * step + kernel.exact  # which refreshes what the steps begin with
-    expected = np.cumsum(
-        [11, steps + found[0], steps + found[1], steps + found[2], steps, steps]
-    )
-    np.testing.assert_array_equal(counts, expected)
-    if make is infer.MCLMC:  # steps of h = 2 / sqrt(9) are stable, of length h sqrt(P)
-        assert sizes[1] == pytest.approx(2 / 3 / 4 * 3**0.5, rel=1e-3)
-
-
 # ------------------------------------------------------------------------------------
 # chains that move, or say so
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SGHMC", "SGNHT"])
-def test_minibatch_kernels_stay_where_a_rescaling_leaves_the_network_as_it_is(name):
+def test_a_minibatch_kernel_stays_where_a_rescaling_leaves_the_network_as_it_is():
     """The error of a ReLU network with learned scales is below half that of a constant,
     0.86, for each chain.
 
@@ -572,7 +454,7 @@ def test_minibatch_kernels_stay_where_a_rescaling_leaves_the_network_as_it_is(na
     f = jnp.sin(x[:, 0]) + 0.5 * x[:, 1] * x[:, 2]
     y = f + 0.1 * jax.random.normal(jax.random.key(1), f.shape)
     model = models.regression(nn.MLP([16, 1], "relu"), priors.Hierarchical())
-    kernel = getattr(infer, name)(model, steps_per_draw=20)
+    kernel = infer.SGHMC(model, steps_per_draw=20)
     args, kwargs = (x[:1000], y[:1000]), {"batch_size": 50}
     state, z = walk(kernel, 65, args, kwargs, warmup=60, chains=3)
     weights_of = kernel.postprocess_fn(args, kwargs)
@@ -593,13 +475,11 @@ def test_minibatch_kernels_stay_where_a_rescaling_leaves_the_network_as_it_is(na
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize(("batch_size", "steps"), [(20, 5000), (None, 0)])
-def test_too_few_steps_for_the_gradient_noise_are_reported(batch_size, steps):
+def test_too_few_steps_for_the_gradient_noise_are_reported():
     """One row in 100: a position is forgotten in 101 * 2 / 0.2 steps; five times that
     are 5000, not 1000.
 
-    Inputs of three sizes make gradient noise of 1 : 100 : 10,000; gradients of all the
-    data have no noise.
+    Inputs of three sizes make gradient noise of 1 : 100 : 10,000.
     """
 
     def model(x, y, batch_size=None):
@@ -612,20 +492,18 @@ def test_too_few_steps_for_the_gradient_noise_are_reported(batch_size, steps):
     mcmc = MCMC(
         infer.SGLD(model, steps_per_draw=50), num_warmup=200, num_samples=20, **CHAINS
     )
-    mcmc.run(jax.random.key(2), x, y, batch_size)
+    mcmc.run(jax.random.key(2), x, y, 20)
     about = mcmc.sampler.describe(mcmc.last_state)
     assert about["steps_kept"] == 1000
-    assert about["steps_needed"] == pytest.approx(steps, rel=0.2)
+    assert about["steps_needed"] == pytest.approx(5000, rel=0.2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", metrics.HealthWarning)
         checks = {
             finding.name: finding
             for finding in metrics.health(to_inference_data(mcmc)).findings
         }
-    assert "steps" in checks if steps else "steps" not in checks
-    if steps:
-        assert checks["steps"].verdict == "warning"
-        assert "5e+03" in checks["steps"].what
+    assert checks["steps"].verdict == "warning"
+    assert "5e+03" in checks["steps"].what
 
 
 def number_of(name, jaxpr):
@@ -636,23 +514,6 @@ def number_of(name, jaxpr):
         for inner in jaxprs_in_params(equation.params):
             number += number_of(name, inner)
     return number
-
-
-@pytest.mark.parametrize(("kernel", "number"), [(infer.MCLMC, 2), (infer.GHMC, 4)])
-def test_a_transition_compiles_few_gradients(kernel, number):
-    """That of the steps, and one for the curvature, before measurements and where a
-    chain is put back; exact kernels have products with the Hessian, and renew theirs in
-    each transition.
-    """
-
-    def model():
-        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
-        numpyro.factor("marked", jax.lax.erf(w).sum())
-
-    made = kernel(model, warm_start=0.0, steps_per_draw=2)
-    state = made.init(jax.random.key(0), 20, None, (), {})
-    program = jax.make_jaxpr(lambda state: made.sample(state, (), {}))(state)
-    assert number_of("erf", program.jaxpr) == number
 
 
 @pytest.mark.parametrize("warm_up", [0, 2])
