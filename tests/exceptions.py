@@ -23,12 +23,6 @@ PRIVATE: dict[str, str] = {
     "numpyro_bnn.estimators.methods": (
         "the model that an estimator hands to its method, which the demo prints"
     ),
-    "numpyro_bnn.estimators.mixtures": (
-        "the program of a quantile, whose cost is that of one function in it"
-    ),
-    "numpyro_bnn.estimators.process.one_blas_thread": (
-        "threads of BLAS while fits overlap, which a fit shows only in seconds"
-    ),
     "numpyro_bnn.metrics.left_out.behind": (
         "when a fit counts as worse than simple models, against scores that are known"
     ),

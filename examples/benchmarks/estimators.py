@@ -96,7 +96,7 @@ def job(
     options = {}
     if network in NETWORKS:
         usual = methods.Regression.usual(
-            "ensemble", methods.ROWS_OF_NOISE - (network == "shallow")
+            "ensemble", methods.MIN_ROWS_OF_NOISE - (network == "shallow")
         )
         options = usual._asdict()
     wall, processor = time.perf_counter(), time.process_time()
@@ -139,10 +139,12 @@ def best_of(path: Path) -> dict[str, tuple[str, dict[int, dict[str, float]]]]:
                 line
             )
     best = {}
-    for name, methods in found.items():
-        most = max(map(len, methods.values()))
+    for name, by_method in found.items():
+        most = max(map(len, by_method.values()))
         full = {
-            method: splits for method, splits in methods.items() if len(splits) == most
+            method: splits
+            for method, splits in by_method.items()
+            if len(splits) == most
         }
         method = max(
             full, key=lambda m: sum(line["log_likelihood"] for line in full[m].values())

@@ -1,10 +1,6 @@
-"""Arguments of models: tables, lists and NumPy arrays as data, lengths of rows, numbers
-that ``MCMC`` traces.
-"""
+"""Arguments of models: tables, lists, lengths of rows, numbers that ``MCMC`` traces."""
 
 import functools
-import resource
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +12,9 @@ import pytest
 from helpers import each, group
 from numpyro.infer import HMC, MCMC, SVI, BarkerMH, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
-from zoo import BATCH, ZOO, N, X, Y, line
+from zoo import BATCH, N, X, Y, line
 
-from numpyro_bnn import guides, infer, metrics, symmetry, to_inference_data
-from numpyro_bnn.program.arguments import Arguments, as_arrays
+from numpyro_bnn import guides, infer, to_inference_data
 
 pytestmark = pytest.mark.core
 
@@ -28,14 +23,9 @@ def sgld(model=line):
     return infer.SGLD(model, 1e-3, steps_per_draw=2)
 
 
-def run(kernel, *args, chains=1, jit=False, **kwargs):
-    options = {
-        "num_chains": chains,
-        "chain_method": "vectorized",
-        "progress_bar": False,
-        "jit_model_args": jit,
-    }
-    mcmc = MCMC(kernel, num_warmup=2, num_samples=3, **options)
+def run(kernel, *args, jit=False, **kwargs):
+    sizes = {"num_warmup": 2, "num_samples": 3, "jit_model_args": jit}
+    mcmc = MCMC(kernel, progress_bar=False, **sizes)
     mcmc.run(jax.random.key(0), *args, **kwargs)
     return mcmc
 
@@ -54,31 +44,23 @@ def adf(x, y, **options):
 
 
 @functools.cache
-def on_arrays(kernel):
-    return run(kernel(), jnp.asarray(X), jnp.asarray(Y), batch_size=np.int64(BATCH))
+def on_arrays():
+    return run(sgld(), jnp.asarray(X), jnp.asarray(Y), batch_size=np.int64(BATCH))
 
 
 def predictions(x, y):
     mcmc = (
-        on_arrays(sgld)
+        on_arrays()
         if isinstance(x, jax.Array)
         else run(sgld(), x, y, batch_size=np.int64(BATCH))
     )
     return group(to_inference_data(mcmc, {"x": x}), "predictions")["y"].to_numpy()
 
 
-def orbit_moves():
-    return infer.OrbitMoves(sgld(), symmetry.Permutation([("w", 0)]), exact=False)
-
-
 CALLS = {
     "predictions": predictions,
     "fit": lambda x, y: fit(x, y, np.int64(BATCH)).params["w_auto_loc"],
     "adf": lambda x, y: adf(x, y).params["w_auto_loc"],
-    "find": lambda x, y: [
-        str(found) for found in symmetry.find(ZOO["network"].model, x, y)
-    ],
-    "wrapper": lambda x, y: run(orbit_moves(), x, y).get_samples()["w"],
 }
 
 
@@ -87,66 +69,14 @@ def test_tables_and_lists_are_data(name):
     """Also where a model indexes them by traced indices; NumPy's integers count."""
     found = CALLS[name](pd.DataFrame(X), Y.tolist())
     expected = CALLS[name](jnp.asarray(X), jnp.asarray(Y))
-    if name == "find":
-        assert found == expected
-        assert found
-    else:
-        assert np.isfinite(expected).all()
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_arguments_become_arrays_and_settings_stay_what_they_are():
-    (x, table, column, *settings), kwargs = as_arrays(
-        (
-            X,
-            pd.DataFrame(X),
-            pd.Series(Y),
-            (3, 4),
-            "tanh",
-            None,
-            ["a", "b"],
-            [[1, 2], [3]],
-        ),
-        {"n": 2, "y": Y.tolist()},
-    )
-    for found, expected in [(x, X), (table, X), (column, Y), (kwargs["y"], Y)]:
-        assert isinstance(found, jax.Array)
-        np.testing.assert_array_equal(found, expected)
-    assert settings == [(3, 4), "tanh", None, ["a", "b"], [[1, 2], [3]]]
-    assert kwargs["n"] == 2
-    assert all(isinstance(leaf, jax.Array) for leaf in as_arrays(([X, Y],), {})[0][0])
-    assert (
-        jax.jit(
-            lambda: (
-                isinstance(as_arrays((X,), {})[0][0], jax.core.Tracer) * jnp.ones(())
-            )
-        )()
-        == 0
-    )
-
-
-def test_a_call_is_made_again_with_other_leaves():
-    """Of a model with every kind of parameter; none has the name of an argument."""
-
-    def full(x, *more, scale=1.0, **others):
-        pass
-
-    given = Arguments.of((1, 2, 3), {"scale": 4, "shift": {"a": 5}}, full)
-    assert given.values == {"x": 1, "more": (2, 3), "scale": 4, "shift": {"a": 5}}
-    assert given.call({"more[1]": 6, "shift['a']": 7}) == (
-        (1, 2, 6),
-        {"scale": 4, "shift": {"a": 7}},
-    )
-    unnamed = Arguments.of((1, 2), {"x": 3})
-    assert unnamed.call({"_[1]": 4}) == ((1, 4), {"x": 3})
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 # -- rows and their numbers ------------------------------------------------------------
 
 ROWS = {
-    "kernel": lambda x, y: run(sgld(), x, y),
     "minibatches": lambda x, y: run(sgld(), x, y, batch_size=BATCH),
-    "fit": fit,
     "fit of minibatches": lambda x, y: fit(x, y, BATCH),
     "adf": adf,
     "export": lambda x, y: to_inference_data(
@@ -190,12 +120,11 @@ def test_plates_name_axes_and_arrays_that_no_plate_indexes_have_any_length():
 # -- numbers that MCMC traces, data that change ----------------------------------------
 
 
-@each("kernel", [sgld, orbit_moves], fast=1)
-def test_a_batch_size_among_traced_arguments(kernel):
+def test_a_batch_size_among_traced_arguments():
     """``MCMC(jit_model_args=True)`` traces all numbers; a plate must know its size."""
-    traced = run(kernel(), X, Y, jit=True, batch_size=BATCH)
+    traced = run(sgld(), X, Y, jit=True, batch_size=BATCH)
     np.testing.assert_allclose(
-        traced.get_samples()["w"], on_arrays(kernel).get_samples()["w"], rtol=1e-4
+        traced.get_samples()["w"], on_arrays().get_samples()["w"], rtol=1e-4
     )
     with pytest.raises(
         ValueError, match=r"'batch_size'\]\": 10} after a run with .*6}"
@@ -203,15 +132,14 @@ def test_a_batch_size_among_traced_arguments(kernel):
         traced.run(jax.random.key(0), X, Y, batch_size=10)
 
 
-@each("kernel", [HMC, sgld], fast=1)
-def test_data_changed_after_the_run_are_refused(kernel):
+def test_data_changed_after_the_run_are_refused():
     def model(x, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
         with numpyro.plate("data", x.shape[0]):
             numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
 
     data = X.copy(), Y.copy()
-    mcmc = run(kernel(model), *data)
+    mcmc = run(HMC(model), *data)
     to_inference_data(mcmc)
     for array in data:
         array[3] += 9.0
@@ -219,25 +147,3 @@ def test_data_changed_after_the_run_are_refused(kernel):
             to_inference_data(mcmc)
         array[3] = (X if array.ndim == 2 else Y)[3]
         to_inference_data(mcmc)
-
-
-def test_a_score_prints_in_a_line():
-    score = metrics.Score(1.23456789, 0.0123, np.zeros(1000))
-    assert (
-        repr(score) == str(score) == "Score(value=1.2346, standard_error=0.012, N=1000)"
-    )
-
-
-# -- memory ----------------------------------------------------------------------------
-
-
-def wide(x, y, batch_size):
-    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([50]).to_event(1))
-    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, 0.5), obs=y[i])
-
-
-def print_peak(rows):
-    warnings.simplefilter("error")  # JAX warns of large constants
-    fit(jnp.full((rows, 50), 0.1), jnp.ones(rows), 100, model=wide)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)

@@ -1,6 +1,4 @@
-"""The border to scikit-learn: its own checks of the estimators, and a package without
-it.
-"""
+"""The border to scikit-learn: its own checks, and a package without it."""
 
 import importlib
 import sys
@@ -13,12 +11,7 @@ from sklearn.utils.estimator_checks import check_estimator, estimator_checks_gen
 from numpyro_bnn.estimators import Classifier, Regressor
 
 # enough for the scores it asks for
-LEARNED = {
-    "widths": (4,),
-    "effort": 0.1,
-    "num_samples": 4,
-    "random_state": 0,
-}
+LEARNED = {"widths": (4,), "effort": 0.1, "num_samples": 4, "random_state": 0}
 ESTIMATORS = {
     "regressor": lambda: Regressor("mean_field", **LEARNED),
     "classifier": lambda: Classifier("mean_field", **LEARNED),

@@ -1,6 +1,4 @@
-"""The border to skpro: its own checks, and distributions that are those of a
-regressor.
-"""
+"""The border to skpro: its own checks, and the distributions of a regressor."""
 
 import importlib
 import pickle

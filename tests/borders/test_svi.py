@@ -1,6 +1,4 @@
-"""`guides.fit` beside NumPyro's SVI: the same steps, minibatches, resuming,
-interruption, failures; exported fits.
-"""
+"""`guides.fit` beside NumPyro's SVI: steps, resuming, failures; exported fits."""
 
 from functools import cache
 
@@ -14,6 +12,7 @@ import pytest
 import scipy.stats
 import tqdm
 from helpers import each, group, group_names, refused
+from numpy.testing import assert_allclose, assert_array_equal
 from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import (
@@ -24,7 +23,7 @@ from numpyro.infer.autoguide import (
 )
 from numpyro.infer.svi import SVIRunResult
 from numpyro.infer.util import potential_energy
-from zoo import BATCH, NOISE, ZOO, N, X, Y, line
+from zoo import NOISE, ZOO, N, X, Y, line
 
 from numpyro_bnn import guides, to_inference_data
 from numpyro_bnn.program.plates import draw_indices, random_indices
@@ -35,13 +34,8 @@ LINE = ZOO["line"]
 
 
 def make(optim=None, guide=AutoNormal, model=line, loss=None, **static):
-    return SVI(
-        model,
-        guide(model),
-        optim or numpyro.optim.Adam(0.02),
-        loss or Trace_ELBO(),
-        **static,
-    )
+    optim = optim or numpyro.optim.Adam(0.02)
+    return SVI(model, guide(model), optim, loss or Trace_ELBO(), **static)
 
 
 @cache
@@ -66,9 +60,8 @@ def equal(tree, other):
 # -- minibatches -----------------------------------------------------------------------
 
 
-@each(("size", "batch"), [(10, 4), (10, 10), (5, 1)], fast=1)
-def test_rows_of_a_minibatch_are_distinct_and_equally_likely(size, batch):
-    number = 20_000
+def test_rows_of_a_minibatch_are_distinct_and_equally_likely():
+    number, size, batch = 20_000, 10, 4
     keys = jax.random.split(jax.random.key(2), number)
     drawn = np.asarray(
         jax.jit(jax.vmap(lambda key: draw_indices(size, batch, key)))(keys)
@@ -77,14 +70,11 @@ def test_rows_of_a_minibatch_are_distinct_and_equally_likely(size, batch):
     assert drawn.max() < size
     assert all(len(set(row)) == batch for row in drawn[:500])
     share = batch / size
-    # Five standard errors for the largest of at most 10 counts, in 4 cases: fails with
-    # probability below 4e-5.
+    # Five standard errors for the largest of 10 counts: one of 10^5 seeds fails.
     error = np.sqrt(share * (1 - share) / number)
     # By the theory of stratified sampling, sums of sorted values vary far less than
     # with replacement.
-    assert (
-        drawn.mean(1).var() < 0.6 * np.arange(size).var() / batch + 1e-9 or batch == 1
-    )
+    assert drawn.mean(1).var() < 0.6 * np.arange(size).var() / batch
     assert np.all(
         np.abs(np.bincount(drawn.ravel(), minlength=size) / number - share) <= 5 * error
     )
@@ -103,25 +93,6 @@ def test_a_minibatch_costs_its_own_rows_only():
     assert max(var.aval.size for eqn in program.jaxpr.eqns for var in eqn.outvars) <= 64
 
 
-@pytest.mark.slow
-def test_minibatches_reach_the_posterior():
-    """A full-rank guide of a normal posterior; the batch size is a static argument of
-    ``SVI``. With the step size falling to zero the error left is below a tenth of a
-    posterior standard deviation, of which three are allowed.
-    """
-    falling = optax.adam(optax.cosine_decay_schedule(0.05, 4000))
-    svi = make(
-        falling,
-        AutoMultivariateNormal,
-        loss=Trace_ELBO(num_particles=2),
-        batch_size=BATCH,
-    )
-    params, exact = fit(4000, svi).params, LINE.exact
-    assert np.all(np.abs(params["auto_loc"] - exact.mean["w"]) < 0.3 * exact.sd["w"])
-    found = np.sqrt(np.diag(params["auto_scale_tril"] @ params["auto_scale_tril"].T))
-    np.testing.assert_allclose(found, exact.sd["w"], rtol=0.3)
-
-
 # -- steps -----------------------------------------------------------------------------
 
 
@@ -138,16 +109,14 @@ def test_full_batch_steps_are_those_of_numpyro(key):
     svi, start = make(guide=Bounded), {"w_auto_loc": jnp.array([1.0, -0.5])}
     ours = fit(40, svi, init_params=start)
     theirs = svi.run(key, 40, *LINE.args, progress_bar=False, init_params=start)
-    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-5)
+    assert_allclose(ours.losses, theirs.losses, rtol=1e-5)
     for name, value in theirs.params.items():
-        np.testing.assert_allclose(ours.params[name], value, rtol=1e-4, atol=1e-5)
+        assert_allclose(ours.params[name], value, rtol=1e-4, atol=1e-5)
     assert type(ours) is type(theirs)
 
 
 def test_a_first_fit_compiles_few_programs(compiled):
-    """Arguments, keys, initial values and scales, state, steps, parameters; it was one
-    program per operation.
-    """
+    """Arguments, keys, initial values and scales, state, steps, parameters."""
 
     def model(x, y):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([7]).to_event(1))
@@ -177,9 +146,7 @@ def test_a_resumed_fit_continues_bit_for_bit_without_compiling():
     second = fit(7, svi, init_state=first.state)
     assert len(traced) == before
     whole = fit(12, key=jax.random.PRNGKey(0))
-    np.testing.assert_array_equal(
-        np.concatenate([first.losses, second.losses]), whole.losses
-    )
+    assert_array_equal(np.concatenate([first.losses, second.losses]), whole.losses)
     assert equal(second.params, whole.params)
 
 
@@ -235,20 +202,8 @@ def test_ctrl_c_returns_the_steps_that_are_done(monkeypatch):
     with pytest.warns(UserWarning, match=r"that of \d+ of 20000 steps") as caught:
         result = fit(20_000, make(optimizer(-1)))
     assert 0 < len(result.losses) < 20_000
-    np.testing.assert_array_equal(result.losses, whole.losses[: len(result.losses)])
+    assert_array_equal(result.losses, whole.losses[: len(result.losses)])
     assert caught[0].filename == __file__
-
-
-def test_ctrl_c_while_the_bar_closes_loses_nothing(monkeypatch):
-    expected, close = fit(10), tqdm.tqdm.close
-
-    def interrupted(bar):
-        close(bar)
-        monkeypatch.setattr(tqdm.tqdm, "close", close)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tqdm.tqdm, "close", interrupted)
-    np.testing.assert_array_equal(fit(10, progress_bar=True).losses, expected.losses)
 
 
 def test_ctrl_c_before_the_first_step_is_raised():
@@ -344,9 +299,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("argument", "fragment", "call"), REFUSED)
-@pytest.mark.filterwarnings(
-    "ignore:subsample_size does not match"
-)  # NumPyro's own, before the refusal
+@pytest.mark.filterwarnings("ignore:subsample_size does not match")  # of NumPyro
 def test_fits_refuse_what_would_be_ignored_or_wrong(argument, fragment, call):
     with refused(argument, fragment):
         call()
@@ -387,12 +340,10 @@ def test_exported_draws_have_their_log_density_weights_and_judgment():
     joint = scipy.stats.norm(0, 1).logpdf(w).sum(1) + scipy.stats.norm(
         w @ X.T, NOISE
     ).logpdf(Y).sum(1)
-    np.testing.assert_allclose(stats["lp"].to_numpy()[0], joint, rtol=1e-4)
+    assert_allclose(stats["lp"].to_numpy()[0], joint, rtol=1e-4)
     mean, covariance = posterior(X.astype(float), Y.astype(float))
     log_q = scipy.stats.multivariate_normal(mean, 1.5**2 * covariance).logpdf(w)
-    np.testing.assert_allclose(
-        stats["log_weight"].to_numpy()[0], joint - log_q, atol=2e-3
-    )
+    assert_allclose(stats["log_weight"].to_numpy()[0], joint - log_q, atol=2e-3)
     # KL between Gaussians with covariances of ratio 1.5^2.
     divergence, evidence = 1.5**2 - 1 - np.log(1.5**2), LINE.exact.log_evidence
     assert abs(about["elbo"] - (evidence - divergence)) < 4 * about["elbo_se"]
@@ -407,59 +358,40 @@ def test_exported_draws_have_their_log_density_weights_and_judgment():
 
 def test_exported_log_density_is_that_of_mcmc():
     """Of unconstrained values, as ``lp`` of MCMC: minus NumPyro's potential energy."""
-
-    def positive(x, y=None):
-        sigma = numpyro.sample("sigma", dist.HalfNormal(1.0).expand([2]))
-        shares = numpyro.sample("shares", dist.Dirichlet(jnp.ones(3)))
-        numpyro.sample(
-            "y", dist.Normal(x[:, 0] * shares[0], sigma.sum()).to_event(1), obs=y
-        )
-
-    svi = make(model=positive)
-    result = SVIRunResult(svi.get_params(svi.init(jax.random.key(0), X, Y)), None, [])
+    model, args = ZOO["spread"].model, ZOO["spread"].args
+    svi = make(model=model)
+    result = SVIRunResult(svi.get_params(svi.init(jax.random.key(0), *args)), None, [])
     idata = export(result, svi.guide, num_samples=5)
-    to_simplex = dist.biject_to(dist.constraints.simplex)
+
+    def q(name):
+        normal = (result.params[f"{name}_auto_{part}"] for part in ("loc", "scale"))
+        return dist.Normal(*normal)
 
     @jax.jit
-    def densities(draw):
-        """Minus the energy, and the log weight, in which Jacobians cancel."""
-        u = {"sigma": jnp.log(draw["sigma"]), "shares": to_simplex.inv(draw["shares"])}
-        q = {
-            name: dist.Normal(
-                *(result.params[f"{name}_auto_{part}"] for part in ("loc", "scale"))
-            )
-            for name in u
-        }
-        lp = -potential_energy(positive, LINE.args, {}, u)
-        return lp, lp - sum(q[name].log_prob(u[name]).sum() for name in u)
+    def densities(u):
+        lp = -potential_energy(model, args, {}, u)
+        return lp, lp - sum(q(name).log_prob(u[name]).sum() for name in u)
 
-    held, stats = group(idata, "posterior"), group(idata, "sample_stats")
+    draws, stats = group(idata, "posterior"), group(idata, "sample_stats")
     for i in range(5):
-        lp, weight = densities(
-            {name: held[name].to_numpy()[0, i] for name in ("sigma", "shares")}
-        )
-        assert stats["lp"].to_numpy()[0, i] == pytest.approx(float(lp), rel=1e-4)
-        assert stats["log_weight"].to_numpy()[0, i] == pytest.approx(
-            float(weight), abs=2e-3
-        )
+        w, sigma = (draws[name].to_numpy()[0, i] for name in ("w", "sigma"))
+        lp, weight = densities({"w": w, "sigma": np.log(sigma)})
+        exported = [stats[name].to_numpy()[0, i] for name in ("lp", "log_weight")]
+        assert_allclose(exported, [lp, weight], rtol=1e-4, atol=2e-3)
 
 
-@each("guide", [AutoLaplaceApproximation, AutoNormal, AutoDelta], fast=1)
-def test_nothing_is_weighed_without_a_log_likelihood_or_a_density(guide):
+@each("guide", [AutoLaplaceApproximation, AutoDelta], fast=1)
+def test_nothing_is_weighed_without_a_density(guide):
     """AutoLaplaceApproximation is fitted as a point, and sampled as a Gaussian."""
     svi = make(numpyro.optim.Adam(0.1), guide)
-    idata = export(
-        fit(100, svi), svi.guide, num_samples=50, log_likelihood=guide is not AutoNormal
-    )
+    idata = export(fit(100, svi), svi.guide, num_samples=50)
     assert "sample_stats" not in group_names(idata)
     spread = group(idata, "posterior")["w"].to_numpy().std(axis=1)
     assert (spread > 1e-3).all() == (guide is not AutoDelta)
 
 
 def test_exports_use_learned_parameters_of_a_model_behind_handlers():
-    """Their values belong to the likelihood, starting values would be wrong; a
-    substituted model has its guide.
-    """
+    """Their values belong to the likelihood, starting values would be wrong."""
 
     def learned(x, y=None):
         sigma = numpyro.param("sigma", 5.0, constraint=dist.constraints.positive)
@@ -479,9 +411,5 @@ def test_exports_use_learned_parameters_of_a_model_behind_handlers():
     assert "posterior_predictive" in group_names(idata)
     w = group(idata, "posterior")["w"].to_numpy()[0]
     expected = scipy.stats.norm(w @ X.T, NOISE).logpdf(Y)
-    np.testing.assert_allclose(
-        group(idata, "log_likelihood")["y"].to_numpy()[0],
-        expected,
-        rtol=1e-3,
-        atol=1e-4,
-    )
+    densities = group(idata, "log_likelihood")["y"].to_numpy()[0]
+    assert_allclose(densities, expected, rtol=1e-3, atol=1e-4)

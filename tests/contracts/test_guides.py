@@ -1,6 +1,4 @@
-"""One contract for every guide: what NumPyro, Predictive and the export ask of it, and
-a density that is right.
-"""
+"""One contract for every guide: what NumPyro and the export ask, and its density."""
 
 import pickle
 from functools import cache, partial
@@ -13,7 +11,7 @@ import numpy as np
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import group, traced_sites
+from helpers import each, group, traced_sites
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.infer import (
@@ -27,7 +25,7 @@ from numpyro.infer import (
 from numpyro.infer.autoguide import AutoGuideList, AutoNormal
 from numpyro.infer.svi import SVIRunResult
 from registry import GUIDES, PARTS, firsts
-from zoo import BATCH, NET, ZOO, N, spread
+from zoo import BATCH, NET, ZOO, N
 
 import numpyro_bnn as bnn
 from numpyro_bnn import guides, models, priors
@@ -70,28 +68,16 @@ def fitted(name):
     """A fitted guide, with draws and summaries from one program, for all tests."""
     guide, args = GUIDES[name].make(model), ENTRY.args
     svi = SVI(model, guide, optax.adam(1e-2), Trace_ELBO())
-    start, fit = (
-        guides.fit(
-            svi,
-            jax.random.PRNGKey(0),
-            steps,
-            *args,
-            batch_size=BATCH,
-            progress_bar=False,
-        )  # a legacy key
-        for steps in (1, 200)
-    )
+    legacy, given = jax.random.PRNGKey(0), {"batch_size": BATCH, "progress_bar": False}
+    start, fit = (guides.fit(svi, legacy, n, *args, **given) for n in (1, 200))
 
     @jax.jit
     def summaries(params):
+        keys, given = jax.random.split(jax.random.key(1)), {"sample_shape": DRAWS}
+        statements = Predictive(guide, params=params, num_samples=prod(DRAWS))
         return {
-            "draws": guide.sample_posterior(
-                jax.random.key(1), params, *args, sample_shape=DRAWS
-            ),
-            # By the statements of the guide.
-            "by_guide": Predictive(guide, params=params, num_samples=prod(DRAWS))(
-                jax.random.key(3), *args
-            ),
+            "draws": guide.sample_posterior(keys[0], params, *args, **given),
+            "by_guide": statements(keys[1], *args),
             "median": guide.median(params),
             "quantiles": guide.quantiles(params, np.array(PROBABILITIES)),
         }
@@ -102,35 +88,23 @@ def fitted(name):
             "quantile": guide.quantiles(params, 0.3),
         }
 
-    fixed = {
-        "guide": guide,
-        "start": start.params,
-        "params": fit.params,
-        "losses": fit.losses,
-    }
-    return SimpleNamespace(
-        **fixed, **summaries(fit.params), **jax.eval_shape(shaped, fit.params)
-    )
+    made = {**summaries(fit.params), **jax.eval_shape(shaped, fit.params)}
+    made |= {"guide": guide, "start": start.params, "losses": fit.losses}
+    return SimpleNamespace(params=fit.params, **made)
 
 
-def each_guide(part=None, fast=None):
-    """The rows of the registry: slow are variants of a class, and, of costly tests, all
-    but the row ``fast``.
+def each_guide(part=None, *, fast=None, variants=True):
+    """The rows of the registry, without ``variants`` the first of each class; slow are
+    variants, and, of costly tests, all but the row ``fast``.
     """
-    assert {part, *(lack for row in GUIDES.values() for lack in row.lacks)} <= {
-        None,
-        *PARTS,
-    }
+    assert {lack for row in GUIDES.values() for lack in row.lacks} <= {*PARTS}
     first = firsts(GUIDES) - {"AutoStructured"}  # it is `AutoBlocks`, with blocks
-    params = [
-        pytest.param(
-            name,
-            marks=[] if name in first and fast in (None, name) else [pytest.mark.slow],
-        )
-        for name, row in GUIDES.items()
-        if part not in row.lacks
-    ]
-    return pytest.mark.parametrize("name", params)
+    names = [name for name, row in GUIDES.items() if part not in row.lacks]
+    names = [name for name in names if variants or name in first]
+    return each("name", names, fast=fast or first)
+
+
+COSTLY = {"fast": ["AutoMeanField"], "variants": False}
 
 
 @each_guide()
@@ -201,7 +175,7 @@ def test_guide_draws_quantiles_and_median_are_of_one_distribution(name):
             assert np.all(np.abs(share - q[:, None]) < bound[:, None]), site
 
 
-@each_guide(fast="AutoMeanField")
+@each_guide(**COSTLY)
 def test_predictive_and_export_take_the_guide(name):
     fit = fitted(name)
     direct = Predictive(model, guide=fit.guide, params=fit.params, num_samples=7)(
@@ -216,7 +190,8 @@ def test_predictive_and_export_take_the_guide(name):
     assert np.isfinite(idata.attrs["elbo"])
 
 
-@each_guide(fast="none: each takes seconds")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["AutoBlocks given scales", "AutoCoupling"])
 def test_elbos_of_numpyro_agree(name):
     """The same bound with score terms, the same mean with closed-form divergences, and
     Renyi's, which is tighter.
@@ -227,13 +202,8 @@ def test_elbos_of_numpyro_agree(name):
         return elbo.loss(key, fit.params, model, fit.guide, *ENTRY.args)
 
     def estimates(key):
-        elbos = (
-            Trace_ELBO(),
-            TraceMeanField_ELBO(),
-            RenyiELBO(num_particles=2),
-            TraceGraph_ELBO(),
-        )
-        return tuple(loss(elbo, key) for elbo in elbos)
+        elbos = Trace_ELBO(), TraceMeanField_ELBO(), RenyiELBO(num_particles=2)
+        return tuple(loss(elbo, key) for elbo in (*elbos, TraceGraph_ELBO()))
 
     plain, closed_form, renyi, with_scores = jax.jit(jax.vmap(estimates))(
         jax.random.split(jax.random.key(2), 1000)
@@ -247,7 +217,7 @@ def test_elbos_of_numpyro_agree(name):
     assert np.mean(renyi) < np.mean(plain) + 5 * error
 
 
-@each_guide(fast="AutoMeanField")
+@each_guide(**COSTLY)
 def test_guides_can_be_stored(name):
     """Before the guide has seen a model, and after."""
     fit = fitted(name)
@@ -258,7 +228,8 @@ def test_guides_can_be_stored(name):
         np.testing.assert_allclose(value, fit.median[site], rtol=1e-5, atol=1e-7)
 
 
-@each_guide("list", fast="none: each takes seconds")
+@pytest.mark.slow
+@each_guide("list", variants=False)
 def test_guides_can_be_parts_of_a_list(name):
     """One site by another guide, all others by this one."""
     seeded, other = handlers.seed(model, 0), "net/Dense_1.bias"
@@ -275,37 +246,14 @@ def test_guides_can_be_parts_of_a_list(name):
     state, loss = jax.jit(partial(svi.update, batch_size=BATCH))(state, *ENTRY.args)
     assert np.isfinite(loss)
     params = svi.get_params(state)
-    draws = guide.sample_posterior(
-        jax.random.key(1), params, *ENTRY.args, sample_shape=(3,)
-    )
-    assert {site: value.shape for site, value in draws.items()} == {
-        n: (3, *shapes()[n]) for n in latent()
-    }
+    key, given = jax.random.key(1), {"sample_shape": (3,)}
+    draws = guide.sample_posterior(key, params, *ENTRY.args, **given)
+    expected = {name: (3, *shapes()[name]) for name in latent()}
+    assert {site: value.shape for site, value in draws.items()} == expected
     assert set(guide.median(params)) == set(latent())
 
 
-@pytest.mark.slow
-def test_a_list_of_guides_is_fitted():
-    """Its parts read their models in their first call, outside of any program."""
-    full = guides.AutoBlocks(
-        handlers.block(spread, hide=["sigma", "mean", "precision"]),
-        {"w": guides.FullRank()},
-    )
-    guide = AutoGuideList(spread)
-    guide.append(full)
-    guide.append(AutoNormal(handlers.block(spread, expose=["sigma"]), prefix="other"))
-    svi = SVI(spread, guide, optax.adam(1e-2), Trace_ELBO())
-    args = ZOO["spread"].args
-    result = guides.fit(
-        svi, jax.random.key(0), 2, *args, batch_size=BATCH, progress_bar=False
-    )
-    assert np.all(np.isfinite(result.losses))
-    np.testing.assert_allclose(
-        guide.median(result.params)["w"], result.params["auto_w_loc"]
-    )
-
-
-@each_guide("density", fast="AutoMeanField")
+@each_guide("density", fast=["AutoMeanField"])
 def test_density_is_the_change_of_variables(name, monkeypatch, x64):
     """The guide is run on noise that is given: the Jacobian of noise -> sites then
     gives the density.
@@ -317,9 +265,8 @@ def test_density_is_the_change_of_variables(name, monkeypatch, x64):
     fit = fitted(name)
     params = jax.tree.map(lambda value: jnp.asarray(value, float), fit.params)
     guide = handlers.substitute(handlers.seed(fit.guide, 0), params)
-    transforms = {
-        site: dist.biject_to(sites()[site]["fn"].support) for site in latent()
-    }
+    supports = {site: sites()[site]["fn"].support for site in latent()}
+    transforms = {site: dist.biject_to(on) for site, on in supports.items()}
     noise_shapes, normal = [], jax.random.normal
 
     def trace_with(noise):
@@ -341,35 +288,24 @@ def test_density_is_the_change_of_variables(name, monkeypatch, x64):
 
     def unconstrained(noise):
         trace = trace_with(noise)
-        return ravel_pytree(
-            [transforms[site].inv(trace[site]["value"]) for site in latent()]
-        )[0]
+        inverses = (transforms[n].inv(trace[n]["value"]) for n in latent())
+        return ravel_pytree([*inverses])[0]
 
     trace_with(None)
-    noise = jnp.asarray(
-        np.random.default_rng(1).normal(size=sum(map(prod, noise_shapes)))
-    )
-    trace = trace_with(noise)
+    size = sum(map(prod, noise_shapes))
+    noise = jnp.asarray(np.random.default_rng(1).normal(size=size))
+    trace, at = trace_with(noise), unconstrained(noise)
     jacobian = jax.jacfwd(unconstrained)(noise)
-    at = unconstrained(noise)
-    assert (
-        jacobian.shape[1]
-        >= jacobian.shape[0]
-        == sum(prod(shapes()[site]) for site in latent())
-    )
-    if jacobian.shape[0] == jacobian.shape[1]:
+    assert size >= len(at) == sum(prod(shapes()[site]) for site in latent())
+    if size == len(at):
         expected = dist.Normal().log_prob(noise).sum() - jnp.linalg.slogdet(jacobian)[1]
     else:
         mean = unconstrained(jnp.zeros_like(noise))
         expected = dist.MultivariateNormal(mean, jacobian @ jacobian.T).log_prob(at)
     for site in latent():
-        value = trace[site]["value"]
-        expected -= jnp.sum(
-            transforms[site].log_abs_det_jacobian(transforms[site].inv(value), value)
-        )
-    found = sum(
-        jnp.sum(site["fn"].log_prob(site["value"]))
-        for site in trace.values()
-        if site["type"] == "sample"
-    )
+        value, transform = trace[site]["value"], transforms[site]
+        log_slope = transform.log_abs_det_jacobian(transform.inv(value), value)
+        expected -= jnp.sum(log_slope)
+    drawn = (site for site in trace.values() if site["type"] == "sample")
+    found = sum(jnp.sum(site["fn"].log_prob(site["value"])) for site in drawn)
     np.testing.assert_allclose(found, expected, rtol=1e-6)

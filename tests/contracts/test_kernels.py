@@ -1,6 +1,4 @@
-"""The contract of kernels under ``MCMC``: one run of each row of the registry, and many
-looks at it.
-"""
+"""The contract of kernels under ``MCMC``: one run of each row of the registry."""
 
 import copy
 import pickle
@@ -15,7 +13,7 @@ import pytest
 from helpers import each, group, walk
 from numpyro.infer import MCMC
 from numpyro.infer.gibbs import Gibbs
-from registry import KERNELS, USUAL, firsts
+from registry import KERNELS, firsts
 from zoo import BATCH, ZOO
 
 import numpyro_bnn as bnn
@@ -32,12 +30,9 @@ ONE_OF_A_CLASS = each("name", KERNELS, fast=firsts(KERNELS))
 
 
 def mcmc_of(kernel, method="vectorized", **options):
-    options = {
-        "num_warmup": WARMUP,
-        "num_samples": DRAWS,
-        "progress_bar": False,
-    } | options
-    return MCMC(kernel, num_chains=2, chain_method=method, thinning=2, **options)
+    sizes = {"num_warmup": WARMUP, "num_samples": DRAWS, "num_chains": 2, "thinning": 2}
+    options = {"chain_method": method, "progress_bar": False, **sizes, **options}
+    return MCMC(kernel, **options)
 
 
 @cache
@@ -97,22 +92,13 @@ def test_draws_are_those_of_the_model(name):
 @ONE_OF_A_CLASS
 def test_export_has_the_statistics_of_the_kernel(name):
     row, mcmc = KERNELS[name], finished(name)
-    idata = bnn.to_inference_data(
-        mcmc, log_likelihood=False, posterior_predictive=False
-    )
-    expected = {
-        "diverging",
-        "step_size",
-        "configurational_temperature",
-        "gradient_noise",
-        "num_gradients",
-    }
-    expected |= {"refused_steps"}
-    expected |= {"kinetic_temperature"} if row.momentum else set()
-    expected |= {"acceptance_rate"} if row.exact else set()
-    expected |= (
-        {"energy_variance", "decoherence_length"} if row.microcanonical else set()
-    )
+    options = {"log_likelihood": False, "posterior_predictive": False}
+    idata = bnn.to_inference_data(mcmc, **options)
+    names = "diverging step_size configurational_temperature gradient_noise "
+    names += "num_gradients refused_steps"
+    names += " kinetic_temperature" * row.momentum + " acceptance_rate" * row.exact
+    names += " energy_variance decoherence_length" * row.microcanonical
+    expected = set(names.split())
     stats = group(idata, "sample_stats")
     # no `lp`: a minibatch potential is not the log density
     assert set(stats.data_vars) - {*FIELDS[:2]} == expected
@@ -125,20 +111,14 @@ def test_export_has_the_statistics_of_the_kernel(name):
     assert idata.attrs["first_divergence"] == "[-1, -1]"
 
 
-RULES = ("choose_step_size", "stable_step_size", "steps_to_forget")
+# Of each kind of state, of gradient and of warm-up one.
+KINDS = (
+    *("MALA", "SGNHT", "SGHMC with control variates", "PSGLD of the warm start"),
+    "MCLMC with noise preconditioning",
+)
 
 
-@pytest.mark.parametrize("name", [name for name in USUAL if KERNELS[name].momentum])
-def test_a_kernel_with_momentum_has_rules_of_its_own_for_the_step_size(name):
-    """Those of the base class are for overdamped steps; others adapt to acceptance."""
-    kernel = USUAL[name](MODEL.model)
-    rules = RULES if kernel.target_accept_prob is None else RULES[:1]
-    for rule in rules:
-        inherited = getattr(infer.SGMCMCKernel, rule)
-        assert getattr(type(kernel), rule) is not inherited, rule
-
-
-@each("name", KERNELS, fast=["MALA"])
+@each("name", (*KINDS, "CyclicalSGLD"), fast=1)
 def test_resumed_runs_are_one_longer_run(name):
     """Of a kernel alone, by a program that JAX checks for keys that are used twice."""
     mcmc, kernel = copy.copy(finished(name)), KERNELS[name].make(MODEL.model)
@@ -180,46 +160,17 @@ def test_a_block_of_gibbs_constrains_its_own_sites():
     assert (mcmc.get_samples()["scale"] > 0).all()
 
 
-def test_an_exact_chain_goes_on_with_other_data():
-    """The potential of the data before would refuse all proposals."""
-
-    def model(y):
-        w = numpyro.sample("w", dist.Normal(0.0, 10.0))
-        numpyro.sample("y", dist.Normal(w, 0.1).expand([50]).to_event(1), obs=y)
-
-    kernel = infer.GHMC(model, num_steps=3)
-    mcmc = MCMC(kernel, num_warmup=30, num_samples=20, progress_bar=False)
-    mcmc.run(jax.random.key(0), jnp.zeros(50))
-    mcmc.post_warmup_state = mcmc.last_state
-    mcmc.run(jax.random.key(1), jnp.full(50, 3.0))
-    np.testing.assert_allclose(mcmc.get_samples()["w"][10:], 3.0, atol=0.1)
-
-
 # JAX warns that NumPyro's donated buffers cannot be used under `vmap`.
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
-@pytest.mark.parametrize(
+@each(
     ("name", "method", "bar"),
     [
-        pytest.param(
-            "SGHMC with control variates",
-            "sequential",
-            True,
-            id="sequential",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("MALA", "parallel", False, id="parallel"),
-        pytest.param("GHMC", jax.vmap, False, id="vmap", marks=pytest.mark.slow),
-        pytest.param(
-            "MCLMC", "parallel", True, id="parallel MCLMC", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "SGLD",
-            infer.parallel_vectorized,
-            False,
-            id="split over devices",
-            marks=pytest.mark.slow,
-        ),
+        ("MALA", "parallel", False),
+        ("SGHMC with control variates", "sequential", True),
+        ("MCLMC", "parallel", True),
+        ("SGLD", infer.parallel_vectorized, False),
     ],
+    fast=1,
 )
 def test_other_chain_methods_give_the_same_chains(name, method, bar):
     """Typed keys, with and without progress bar; resumed inside a program."""
@@ -258,7 +209,7 @@ def test_shared_out_programs_are_compiled_once(num_chains):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", KINDS)
 def test_states_keep_their_types(name, x64):
     """Start and transition, traced as `jax.vmap` and parallel chains do."""
     kernel = KERNELS[name].make(MODEL.model)

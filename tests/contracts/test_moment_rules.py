@@ -1,6 +1,4 @@
-"""Every rule of `moments.propagate` beside an independent computation: integrals, exact
-differences, the cdf.
-"""
+"""Every rule of `moments.propagate` beside an independent computation."""
 
 import jax
 import jax.numpy as jnp
@@ -171,11 +169,11 @@ def test_elementwise_rule_agrees_with_integration(name, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fn", "tolerance"), [*((f, 1e-6) for f in SMOOTH), *((f, 1e-3) for f in JUMPS)]
-)
-def test_functions_without_a_closed_form_agree_with_integration(fn, tolerance, x64):
-    agrees_with_integration(fn, tolerance)
+def test_functions_without_a_closed_form_agree_with_integration(x64):
+    for fn in SMOOTH:
+        agrees_with_integration(fn, 1e-6)
+    for fn in JUMPS:
+        agrees_with_integration(fn, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -206,13 +204,12 @@ def test_quadrature_is_as_exact_as_documented(fn, x64):
 
 # Function -> the function less its limit at minus infinity, with all its digits.
 SATURATED = {
-    "tanh": (jnp.tanh, lambda x: 2 * special.expit(2 * x)),
     "sigmoid": (jax.nn.sigmoid, special.expit),
     "erf": (lax.erf, lambda x: special.erfc(-x)),
 }
 
 
-@each("name", SATURATED, fast=1)
+@pytest.mark.parametrize("name", SATURATED)
 def test_saturated_units_have_moments(name, x64):
     """The break is 7 to 45 sd away; where it makes the variance, that was NaN."""
     fn, above = SATURATED[name]
@@ -232,13 +229,11 @@ def test_saturated_units_have_moments(name, x64):
 SMALL = {
     "steep": (lambda x: jnp.tanh(1000 * x), 1.6e-5),
     "kink": (lambda x: jnp.abs(jnp.tanh(x)), 1e-9),
-    "kink of a rectifier": (lambda x: jnp.tanh(jax.nn.relu(x)), 1e-6),
-    "step": (lambda x: jnp.where(jnp.tanh(x) > 0, 1.0, -1.0), 1e-6),
     "bent": (lambda x: jnp.cos(1000 * x) * jnp.exp(x), 1e-6),
 }
 
 
-@each("name", SMALL, fast=2)
+@pytest.mark.parametrize("name", SMALL)
 def test_small_variances_do_not_straighten_a_function(name):
     """In float32, where variances below 2.4e-5 are small."""
     fn, var = SMALL[name]
@@ -252,38 +247,20 @@ def test_small_variances_do_not_straighten_a_function(name):
     np.testing.assert_allclose(found.var, expected[1], rtol=2e-3)
 
 
-def test_nine_steps_are_nine_breaks(x64):
-    """Each step has its panel: the variance was 4.006."""
-    places = np.linspace(-2, 2, 9)
-    above = stats.norm.sf(places, 0.3)  # P(i and j) = P(max)
-    both = np.minimum.outer(above, above)
-    x = Gaussian(np.full((2, 3), 0.3), np.ones((2, 3)))
-    found = propagate(lambda x: sum(jnp.where(x > at, 1.0, 0.0) for at in places))(x)
-    np.testing.assert_allclose(found.mean, np.full((2, 3), above.sum()), rtol=1e-9)
-    np.testing.assert_allclose(
-        found.var, np.full((2, 3), (both - np.outer(above, above)).sum()), rtol=1e-9
-    )
-
-
 NOT_INTEGRATED = {
     "pole": lambda x: 1 / x**2,
-    "pole of an inverse root": lambda x: lax.rsqrt(x * x),
     "poles": lambda x: 1 / jnp.cos(x),
     "fast": lambda x: jnp.sin(100 * x * x),
-    "fast and a smooth part": lambda x: jnp.sin(300 * x) + jnp.tanh(x),
-    "infinite second moment": lambda x: jnp.exp(x * x / 3),
     "infinite mean": lambda x: jnp.exp(x * x),
     "undefined": lambda x: jnp.sqrt(jnp.tanh(x)),
     "a hundred steps": lambda x: jnp.sign(jnp.sin(30 * jnp.abs(x) + 1)),
 }
 
 
-@each("dtype", ["float64", "float32"], fast=1)
-@pytest.mark.parametrize("name", NOT_INTEGRATED)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@each("name", NOT_INTEGRATED, fast={"pole", "fast", "infinite mean"})
 def test_what_the_nodes_do_not_resolve_is_refused(name, dtype):
-    """1 / x^2 had the mean 200.8, the oscillations half the variance. Compiled programs
-    cannot raise: NaN.
-    """
+    """1 / x^2 had the mean 200.8, the oscillations half the variance."""
     fn = NOT_INTEGRATED[name]
     with jax.enable_x64(dtype == "float64"):
         x = Gaussian(
@@ -307,15 +284,11 @@ COLUMN = np.array([[0.5], [-2.0]])
 # Shape of the random array, and a function whose result is larger.
 BROADCAST = {
     "affine, then tanh": ((), lambda w: jnp.tanh(w * PLAIN)),
-    "rectifier": ((), lambda w: jax.nn.relu(w * PLAIN) - w),
     "as many elements as nodes": (
         (),
         lambda w: jnp.tanh(w) + w * np.linspace(1, 2, 64),
     ),
-    "one element": ((), lambda w: jnp.tanh(w) + w * np.ones(1)),
     "function with its own derivative": ((), lambda w: jax.nn.softplus(w) * PLAIN + w),
-    "broadcasts inside": ((), lambda w: jnp.logaddexp(w, PLAIN) * w),
-    "jitted": ((), lambda w: jax.nn.silu(w) * PLAIN + w),
     "choice": ((), lambda w: lax.select(w > 0, w * PLAIN, jnp.tanh(w) * PLAIN)),
     "row and column": (
         (1, 3),
@@ -345,30 +318,6 @@ def test_a_function_of_a_smaller_array_is_one_function(name, x64):
     np.testing.assert_allclose(
         found.var, np.tensordot(weight, (values - mean) ** 2, 1), atol=2e-6
     )
-
-
-@jax.custom_jvp
-def straight(x):
-    return jnp.sign(x)
-
-
-straight.defjvp(lambda primals, tangents: (straight(*primals), tangents[0]))
-
-
-def test_derivatives_of_an_author_survive_broadcasting(x64):
-    """Straight-through signs: the slope is the factor times that of the signs."""
-
-    @jax.jit
-    def slope(mean, factor):
-        return jax.grad(
-            lambda m: propagate(lambda w: straight(w) * factor)(
-                Gaussian(m, 1.0)
-            ).mean.sum()
-        )(mean)
-
-    alone = slope(1.0, np.ones((2, 3))) / 6
-    assert 0.9 < alone < 1.1
-    np.testing.assert_allclose(slope(1.0, PLAIN), PLAIN.sum() * alone, rtol=1e-6)
 
 
 # -- linear in each operand: against differences, which are exact ----------------------
@@ -439,9 +388,7 @@ LINEAR = {
 
 
 def differences(fn, gaussians):
-    """Exact moments of a function that is linear in each independent array: sums of
-    squared differences times v.
-    """
+    """Exact moments of a function that is linear in each independent array."""
     means = [np.asarray(g.mean) for g in gaussians]
 
     def at(*moves):
@@ -503,9 +450,7 @@ MAXIMA = {
 
 
 def largest(fn, sign):
-    """Moments of each output: the largest of the elements that it takes, which probes
-    of the function show.
-    """
+    """Moments of each output."""
     far = np.full(IMAGE.mean.shape, -sign * np.inf)
     members = []
     for element in range(far.size):

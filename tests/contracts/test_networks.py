@@ -1,11 +1,6 @@
-"""Networks as sample sites: their density, under handlers, with batch statistics, and
-in the ready-made models.
-"""
-
-from functools import partial
+"""Networks as sample sites: density, handlers, batch statistics, ready-made models."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -13,6 +8,7 @@ import pytest
 import scipy.stats
 from flax import linen
 from helpers import results, run_chains, traced_sites
+from numpy.testing import assert_allclose
 from numpyro import handlers
 from numpyro.infer import Predictive
 from numpyro.infer.util import log_density
@@ -68,46 +64,6 @@ def test_sites_lie_outside_every_plate():
     assert [frame.name for frame in sites["y"]["cond_indep_stack"]] == ["data"]
 
 
-def by_hand(x, y):
-    """The same model without this package."""
-    w0 = numpyro.sample(
-        "net/Dense_0.kernel", dist.Normal(0.0, 2**-0.5).expand((2, 3)).to_event(2)
-    )
-    b0 = numpyro.sample(
-        "net/Dense_0.bias", dist.Normal(0.0, 1.0).expand((3,)).to_event(1)
-    )
-    s = numpyro.sample("net/Dense_1.kernel_scale", dist.HalfNormal(1.0))
-    z1 = numpyro.sample(
-        "net/Dense_1.kernel_base", dist.Normal(0.0, 1.0).expand((3, 1)).to_event(2)
-    )
-    b1 = numpyro.sample(
-        "net/Dense_1.bias", dist.Normal(0.0, 1.0).expand((1,)).to_event(1)
-    )
-    f = jnp.tanh(x @ w0 + b0) @ (s / 3**0.5 * z1) + b1
-    with numpyro.plate("data", x.shape[0]):
-        numpyro.sample("y", dist.Normal(f[:, 0], NOISE), obs=y)
-
-
-def test_log_density_is_that_of_the_model_written_by_hand(x64):
-    prior = priors.BySite(
-        {"Dense_1.kernel": priors.Hierarchical()}, default=priors.Normal()
-    )
-
-    def both(values):
-        ways = (model, (X, Y, prior)), (by_hand, (X, Y))
-        return [
-            jax.value_and_grad(lambda at, way=way: log_density(*way, {}, at)[0])(values)
-            for way in ways
-        ]
-
-    ours, expected = jax.jit(both)(values_of(by_hand, X, Y))
-    jax.tree.map(
-        lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-9, atol=1e-9),
-        ours,
-        expected,
-    )
-
-
 KINDS_OF_PRIOR = {
     "default": (lambda: None, 2**-0.5),
     "distribution": (lambda: dist.Normal(0.0, 2.0), 2.0),
@@ -154,7 +110,7 @@ def test_scope_block_substitute_and_condition():
     }
     for handler in (handlers.substitute, handlers.condition):
         trace = trace_of(handler(model, ones), X, None, prior)
-        np.testing.assert_allclose(
+        assert_allclose(
             trace["f"]["value"], 3**0.5 * np.tanh(X.sum(1) / 2**0.5 + 1) + 1, rtol=1e-5
         )
         assert trace["net/Dense_0.kernel_base"]["is_observed"] == (
@@ -172,7 +128,7 @@ def test_predictive_repeats_the_functions_of_its_draws():
     again = Predictive(model, posterior, return_sites=["f"])(
         jax.random.key(1), X[:4], None, prior
     )
-    np.testing.assert_allclose(again["f"], drawn["f"][:, :4], rtol=1e-5, atol=1e-5)
+    assert_allclose(again["f"], drawn["f"][:, :4], rtol=1e-5, atol=1e-5)
 
 
 def test_float64_is_kept(x64):
@@ -200,11 +156,8 @@ NORMED = nn.Sequential([nn.Dense(1), nn.BatchNorm(False, False)])
 
 
 def test_predictions_use_the_statistics_of_each_call_in_order():
-    """Also inside blocks and scopes, for a model that calls networks twice (and for
-    four rows three times).
-
-    New rows are not judged as data are: one has no statistics of its own, and equal
-    targets are no ratings.
+    """Also inside scopes, for a model that calls networks twice (for four rows three
+    times). One new row has no statistics of its own; equal targets are no ratings.
     """
 
     def inside(x, y=None):
@@ -215,46 +168,28 @@ def test_predictions_use_the_statistics_of_each_call_in_order():
 
     model = handlers.block(handlers.scope(inside, prefix="a"), hide=["none"])
     random = np.random.default_rng(0)
-    draws = {
-        name: random.uniform(0.1, 1.0, (1, 3, *v.shape))
-        for name, v in values_of(model, X, Y).items()
-    }
-    axes = {
-        name: ("chain", "draw", *(f"{name}_{axis}" for axis in range(v.ndim - 2)))
-        for name, v in draws.items()
-    }
-    posterior = {
-        name.replace("/", "."): (axes[name], values) for name, values in draws.items()
-    }
-    data = {
-        "observed_data": {"a.y": ("data", Y)},
-        "constant_data": {"x": (("data", "input"), X)},
-    }
+    draws, posterior = {}, {}
+    for name, value in values_of(model, X, Y).items():
+        draws[name] = random.uniform(0.1, 1.0, (3, *value.shape))
+        axes = ["chain", "draw", *(f"{name}_{axis}" for axis in range(value.ndim))]
+        posterior[name.replace("/", ".")] = (axes, draws[name][None])
+    inputs = {"x": (("data", "input"), X)}
+    data = {"observed_data": {"a.y": ("data", Y)}, "constant_data": inputs}
     idata = results({"posterior": posterior, **data})
     found = predict(model, idata, NEW_X, np.ones(5))
     assert np.isfinite(found["a.y_log_likelihood"]).all()
-    alone = predict(model, idata, NEW_X[:1])
-    np.testing.assert_allclose(
-        alone["a.y_mean"], found["a.y_mean"][..., :1], rtol=1e-5, atol=1e-5
-    )
-
-    def expected(draws, name, factor):
-        params = {
-            key.removeprefix(f"a/{name}/"): value
-            for key, value in draws.items()
-            if name in key
-        }
-        return NORMED.apply(
-            params, factor * NEW_X, NORMED.statistics(params, factor * X)
-        )[:, 0]
-
+    alone = predict(model, idata, NEW_X[:1])["a.y_mean"]
+    assert_allclose(alone, found["a.y_mean"][..., :1], rtol=1e-5, atol=1e-5)
     for name, factor, site in (("net", 1, "a.y_mean"), ("other", 2, "a.g")):
-        values = jax.vmap(partial(expected, name=name, factor=factor))(
-            {n: v[0] for n, v in draws.items()}
-        )
-        np.testing.assert_allclose(
-            found[site].to_numpy()[0], values, rtol=1e-4, atol=1e-5
-        )
+        scope = f"a/{name}/"
+        of_net = {n.removeprefix(scope): v for n, v in draws.items() if scope in n}
+
+        def outputs(params, factor=factor):
+            statistics = NORMED.statistics(params, factor * X)
+            return NORMED.apply(params, factor * NEW_X, statistics)[:, 0]
+
+        expected = jax.vmap(outputs)(of_net)
+        assert_allclose(found[site].to_numpy()[0], expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(
         ValueError, match=r"other calls than training rows.* equally often"
     ):
@@ -338,13 +273,11 @@ def test_density_of_a_model_is_the_one_it_states(make, y, log_likelihood):
     hidden = np.tanh(X @ weights["Dense_0.kernel"] + weights["Dense_0.bias"])
     outputs = hidden @ weights["Dense_1.kernel"] + weights["Dense_1.bias"]
     expected = prior + prior_of_noise(values) + log_likelihood(outputs, values).sum()
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_noise_of_each_row_is_positive_for_any_output():
-    """In float32 a softplus below -104 is 0, which would be no scale: samplers and
-    optimizers do get there.
-    """
+    """In float32 a softplus below -104 is 0, which would be no scale."""
     weights = {
         "net/Dense_0.kernel": np.zeros((D, 2)),
         "net/Dense_0.bias": np.array([0.5, -1e4]),
@@ -353,7 +286,7 @@ def test_noise_of_each_row_is_positive_for_any_output():
         models.regression(nn.MLP([2]), heteroscedastic=True), weights
     )
     fn = trace_of(model, X, Y)["y"]["fn"]
-    np.testing.assert_allclose(fn.scale, 1e-6, rtol=1e-5)
+    assert_allclose(fn.scale, 1e-6, rtol=1e-5)
     assert np.isfinite(fn.log_prob(Y)).all()
 
 
@@ -375,13 +308,12 @@ TARGETS = {  # name: targets, whether most are a few repeated values
 }
 
 
-@pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize(("y", "repeats"), TARGETS.values(), ids=TARGETS)
-def test_heavy_tails_of_repeated_targets_are_refused(y, repeats, columns):
+def test_heavy_tails_of_repeated_targets_are_refused(y, repeats):
     """At a value of most rows the density of a t grows without bound."""
-    model = models.regression(nn.MLP([4, columns]), heavy_tails=True)
+    model = models.regression(nn.MLP([4, 2]), heavy_tails=True)
     line = np.linspace(-1, 1, len(y))
-    y = y if columns == 1 else np.stack([line, y], 1)
+    y = np.stack([line, y], 1)
     if not repeats:
         assert "y" in traced_sites(model, line[:, None], y)
         return
@@ -423,8 +355,13 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("fault", WRONG_DATA)
+@pytest.mark.parametrize(
+    ("fault", "method"),
+    [
+        *((fault, "SGLD") for fault in WRONG_DATA),
+        *(("a missing target", method) for method in [*METHODS][1:]),
+    ],
+)
 def test_wrong_data_are_refused_where_they_are_traced(fault, method):
     """A minibatch need not hold the wrong row."""
     make, y, message = WRONG_DATA[fault]
@@ -435,21 +372,13 @@ def test_wrong_data_are_refused_where_they_are_traced(fault, method):
 # -- errors that teach -----------------------------------------------------------------
 
 WRONG_SHAPES = [
-    (
-        plain,
-        (np.where(LATE[:, None], np.nan, X), Y),
-        "NaN or infinite values (the first at index (23, 0",
-    ),
+    (plain, (np.where(LATE[:, None], np.nan, X), Y), "NaN or infinite values (the"),
     (plain, (X, Y[:5]), "mismatched lengths (x has 24, y has 5)"),
     (plain, (X[:, 0], Y), "`x[:, None]`"),
     (plain, (X, Y[:, None]), "`y` got shape (24, 1)"),
     (plain, (X[:0], Y[:0]), "empty data"),
     (plain, (X[..., None], Y), "nn.Dense at 'Dense_0'"),
-    (
-        lambda: models.regression(nn.MLP([3]), heteroscedastic=True),
-        (X, Y),
-        "must have 2 outputs",
-    ),
+    (lambda: models.regression(nn.MLP([3]), heteroscedastic=True), (X, Y), "must have"),
     (plain, (X, Y, 25), "`batch_size` got 25. Pass a number from 1 to N = 24"),
     (three_classes, (X, LABELS + 3), "labels 0..2"),
     (three_classes, (X, LABELS - 1), "labels from -1"),
@@ -477,33 +406,18 @@ def with_prior(make):
 
 MISSPELLED = {"Dense0.kernel": priors.Laplace(), "*": priors.Normal()}
 REFUSED = [
-    (
-        in_plate,
-        "argument `name` got 'net' inside plate 'data'. Call it before the plate",
-    ),
-    (
-        lambda: random_network("net", linen.Dense(1), (D,)),
-        "use NumPyro's `random_flax_module`",
-    ),
+    (in_plate, "argument `name` got 'net' inside plate 'data'. Call it before the"),
+    (lambda: random_network("net", linen.Dense(1), (D,)), "use NumPyro's"),
     (lambda: random_network(NET, NET, (D,)), 'Pass a string, e.g. `"net"`'),
     (lambda: random_network("net", NET, D), "`input_shape` got 2. Pass the shape"),
     (lambda: random_network("net", NET, (6, 6, 1)), "It takes one axis of features"),
-    (
-        lambda: random_network("net", NET, (D,))(X[:, :1]),
-        "got input shape (24, 1). It takes (..., 2)",
-    ),
+    (lambda: random_network("net", NET, (D,))(X[:, :1]), "got input shape (24, 1). It"),
     (with_prior(lambda: "Horshoe"), "`prior` got 'Horshoe'. Did you mean 'Horseshoe'"),
     (with_prior(lambda: 1.0), "random_network: argument `prior` got '1.0'"),
     (with_prior(lambda: priors.ARD), "Pass an object, `priors.ARD()`"),
     (with_prior(lambda: MISSPELLED), "'Dense0.kernel'. Did you mean 'Dense_0.kernel'"),
-    (
-        with_prior(lambda: {"*.kernel": priors.Normal()}),
-        "no pattern for parameter 'Dense_0.bias'",
-    ),
-    (
-        with_prior(lambda: lambda name, shape: 1.0),
-        "got 1.0 for parameter 'Dense_0.kernel'. A prior is a callable",
-    ),
+    (with_prior(lambda: {"*.kernel": priors.Normal()}), "no pattern for parameter"),
+    (with_prior(lambda: lambda name, shape: 1.0), "got 1.0 for parameter"),
     (
         with_prior(lambda: dist.Normal(np.zeros(5), 1.0)),
         (

@@ -1,6 +1,4 @@
-"""Weights that are fixed, around given values, or learned: sites, exact posteriors,
-symmetries, refusals.
-"""
+"""Weights that are fixed, around given values, or learned."""
 
 import copy
 import pickle
@@ -41,7 +39,7 @@ PARAMS = {
 BODY = {"Dense_0.*": priors.Fixed, "*": priors.Normal}
 LEARNED = {"Dense_0.*": priors.Learned, "*": priors.Normal}
 LAST = {"net/Dense_1.kernel", "net/Dense_1.bias"}
-KINDS = [priors.Fixed, priors.Centered, priors.Learned]
+KINDS = [priors.Fixed, priors.Learned]
 
 
 def prior_of(kinds, params=PARAMS):
@@ -100,29 +98,6 @@ def test_last_layer_of_a_fixed_body_has_the_posterior_of_a_linear_regression():
     np.testing.assert_allclose(found - posterior.logpdf(draws), evidence, rtol=1e-4)
 
 
-def test_centered_prior_has_pretrained_means():
-    prior = priors.Centered(
-        {**PARAMS, "scale": np.full(3, 2.0)}, 0.2, bias_scale=0.3, gain_scale=0.1
-    )
-    for name, sd in {
-        "Dense_0.kernel": 0.2 / D**0.5,
-        "Dense_0.bias": 0.3,
-        "Dense_1.kernel": 0.2 / H**0.5,
-    }.items():
-        np.testing.assert_array_equal(prior(name, PARAMS[name].shape).loc, PARAMS[name])
-        np.testing.assert_allclose(prior(name, PARAMS[name].shape).scale, sd, rtol=1e-6)
-    gain = prior("scale", (3,))
-    assert (float(gain.loc[0]), float(gain.scale[0])) == (2.0, pytest.approx(0.1))
-
-
-def flipped(model):
-    return infer.OrbitMoves(
-        infer.SGLD(model, steps_per_draw=3),
-        [symmetry.SignFlip(["net/Dense_1.bias"])],
-        exact=False,
-    )
-
-
 def collapsed(model):
     return infer.MCLMC(
         infer.collapse(model, ["net/Dense_1.bias"], X, Y), steps_per_draw=3
@@ -130,74 +105,41 @@ def collapsed(model):
 
 
 HELD = {f"net/{name}": value for name, value in PARAMS.items()}
-STAY = ("MCLMC without warm start", "MCLMC of weights that SVI learned")
 WAYS = {  # way -> kernel, and what it does with the body
     "SGLD": (partial(infer.SGLD, steps_per_draw=3), LEARNED),
-    "MCLMC": (partial(infer.MCLMC, steps_per_draw=3), LEARNED),
-    "MCLMC without warm start": (
-        partial(infer.MCLMC, steps_per_draw=3, warm_start=0.0),
-        LEARNED,
-    ),
     "MCLMC of weights that SVI learned": (
         lambda m: infer.MCLMC(handlers.substitute(m, HELD)),
         LEARNED,
     ),
-    "OrbitMoves": (flipped, LEARNED),
     "collapse": (collapsed, LEARNED),
     "NUTS": (partial(NUTS, max_tree_depth=2), BODY),
-    "UnitMoves": (
-        lambda m: infer.UnitMoves(
-            infer.GHMC(m, steps_per_draw=2), {"net/Dense_1.bias": 0}
-        ),
-        BODY,
-    ),
-    "tempering": (
-        lambda m: infer.ParallelTempering(
-            infer.GHMC(m, num_steps=2, steps_per_draw=2), 2
-        ),
-        BODY,
-    ),
 }
 
 
 @each("way", WAYS, fast=["SGLD"])
 def test_every_chain_samples_one_model_with_the_fixed_or_learned_body(way):
-    """The draws are of the last layer; predictions belong to the body, also where the
-    model runs again inside.
-    """
+    """The draws are of the last layer."""
     make, kinds = WAYS[way]
     kernel, params = make(model_of(kinds)), PARAMS
     method = "parallel" if way == "SGLD" else "sequential"
-    mcmc = MCMC(
-        kernel,
-        num_warmup=20,
-        num_samples=6,
-        num_chains=2,
-        chain_method=method,
-        progress_bar=False,
-    )
+    sizes = {"num_warmup": 20, "num_samples": 6, "num_chains": 2}
+    mcmc = MCMC(kernel, chain_method=method, progress_bar=False, **sizes)
     mcmc.run(jax.random.key(0), X, Y)
     if kinds is LEARNED:
         params = learned_of(kernel)
-        assert all(
-            np.any(params[name] != PARAMS[name]) == (way not in STAY) for name in params
-        )
+        for name, value in params.items():
+            assert np.any(value != PARAMS[name]) == ("SVI" not in way)
     assert set(mcmc.get_samples()) == LAST
     idata = to_inference_data(
         mcmc, {"x": NEW_X}, posterior_predictive=False, log_likelihood=False
     )
-    assert set(group(idata, "posterior").data_vars) == {
-        name.replace("/", ".") for name in LAST
-    }
+    exported = {name.replace("/", "."): name for name in LAST}
+    assert set(group(idata, "posterior").data_vars) == {*exported}
     assert set(group(idata, "observed_data").data_vars) == {"y"}
-    draws = {
-        name: group(idata, "posterior")[name.replace("/", ".")].to_numpy()
-        for name in LAST
-    }
-    expected = (
-        draws["net/Dense_1.kernel"][..., 0] @ features(NEW_X, params).T
-        + draws["net/Dense_1.bias"]
-    )
+    draws = group(idata, "posterior")
+    kernel = draws["net.Dense_1.kernel"].to_numpy()[..., 0]
+    bias = draws["net.Dense_1.bias"].to_numpy()
+    expected = kernel @ features(NEW_X, params).T + bias
     found = group(idata, "predictions")["y_mean"].to_numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -205,9 +147,7 @@ def test_every_chain_samples_one_model_with_the_fixed_or_learned_body(way):
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_a_kernel_learns_the_joint_mode():
-    """Weights without a prior, a bias with one, both linear: the mode is the solution
-    of a least-squares problem.
-    """
+    """Weights without a prior, a bias with one, both linear."""
     kinds = {
         "Dense_0.*": priors.Fixed,
         "Dense_1.kernel": priors.Learned,
@@ -246,14 +186,11 @@ def test_units_with_fixed_weights_do_not_move():
             )
         }
 
-    both = {symmetry.SignFlip, symmetry.Permutation}
+    both, learned = {symmetry.SignFlip, symmetry.Permutation}, priors.Learned
     zero = {"Dense_0.bias": np.zeros(H, np.float32)}
     assert found({"Dense_1.bias": priors.Fixed}) == both
-    assert (
-        found({"Dense_0.bias": priors.Fixed})
-        == found({"Dense_1.kernel": priors.Learned})
-        == set()
-    )
+    for name, kind in (("Dense_0.bias", priors.Fixed), ("Dense_1.kernel", learned)):
+        assert found({name: kind}) == set()
     assert found({"Dense_0.bias": priors.Fixed}, zero) == both
     assert found({"Dense_0.bias": priors.Learned}, zero) == set()
 
@@ -285,12 +222,7 @@ def random_start(x, y=None):
 
 
 def in_gibbs(model):
-    return Gibbs(
-        [
-            (infer.GHMC(model), ["net/Dense_1.kernel"]),
-            (infer.GHMC(model), ["net/Dense_1.bias"]),
-        ]
-    )
+    return Gibbs([(infer.GHMC(model), [name]) for name in sorted(LAST)])
 
 
 INSIDE = r"learned parameter 'net/Dense_0\.kernel' inside another kernel.*SVI"
@@ -305,10 +237,7 @@ REFUSED = [
         ),
         r"got 'net/Dense_0\.kernel'.*Known: net/Dense_1\.bias, net/Dense_1\.kernel",
     ),
-    (
-        lambda: infer.collapse(model_of(BODY), sorted(LAST), X, Y),
-        r"collapse.*all sites that are sampled.*Leave at least one",
-    ),
+    (lambda: infer.collapse(model_of(BODY), sorted(LAST), X, Y), r"collapse.*all"),
     (
         lambda: run_chains(
             infer.ParallelTempering(infer.GHMC(model_of(LEARNED)), 2), X, Y
@@ -351,11 +280,7 @@ def test_names_and_shapes_of_given_values_are_checked(kind):
             {"Dense_0.kernels": wide["Dense_0.kernel"]},
             r"Did you mean 'Dense_0\.kernels'\?",
         ),
-        (
-            {"Dense_0.*": kind, **rest},
-            wide,
-            r"shape \(2, 4\) for 'Dense_0\.kernel'.*has shape \(2, 3\)",
-        ),
+        ({"Dense_0.*": kind, **rest}, wide, r"shape \(2, 4\) for"),
     ]:
         with pytest.raises(ValueError, match=rf"{call}.*{message}"):
             traced_sites(model_of(kinds, params), X, Y)

@@ -1,6 +1,4 @@
-"""The zoo itself: its exact answers agree with the densities of its models, which they
-were not computed from.
-"""
+"""The zoo itself: its exact answers agree with the densities of its models."""
 
 import jax
 import jax.numpy as jnp

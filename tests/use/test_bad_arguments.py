@@ -1,10 +1,5 @@
-"""Wrong models, data and combinations of arguments of public functions: the error says
-what came, and what to write.
+"""Wrong models, data and combinations of arguments; options: `test_options.py`."""
 
-Plain options are in `test_options.py`.
-"""
-
-from copy import copy
 from functools import cache
 
 import jax
@@ -22,7 +17,6 @@ from zoo import LABELS, NET, ZOO, N, X, Y
 
 import numpyro_bnn as bnn
 from numpyro_bnn import (
-    datasets,
     guides,
     infer,
     infinite,
@@ -38,11 +32,12 @@ from numpyro_bnn import (
 from numpyro_bnn.estimators import Classifier, Regressor
 from numpyro_bnn.program import Posterior
 from numpyro_bnn.sgmcmc import schedules
+from use.readers import READERS
 
 pytestmark = pytest.mark.core
 
 LINE = ZOO["line"].model
-NAN, HALVES, TABLE = np.full(N, np.nan), np.full((N, 2), 0.5), X.astype(object)
+NAN, HALVES = np.full(N, np.nan), np.full((N, 2), 0.5)
 RAGGED = [[1.0], [1.0, 2.0]]
 DAYS = np.arange("2020-01-01", "2020-01-25", dtype="M8[D]")
 KERNEL, STREAM = {"kernel": np.ones((2, 1))}, sgmcmc.WithReplacement(10, 2)
@@ -129,13 +124,6 @@ def classifier():
     return Classifier("adf", widths=(2,), effort=0.05, random_state=0).fit(X, labels)
 
 
-def numbered():
-    """A classifier of the labels 0 and 1."""
-    found = copy(classifier())
-    found.classes_ = np.arange(2)
-    return found
-
-
 def named(name, column):
     return pytest.importorskip("pandas").DataFrame({"a": X[:, 0], name: column})
 
@@ -211,69 +199,37 @@ ROWS["estimators"] = [
     (lambda: regressor().score(X, 3.0), "y", "array-like"),
     (lambda: regressor().calibrate(len, Y), "X", "must be a string or a real"),
     (lambda: regressor().sample(X, random_state="a"), "random_state", "seed"),
-    (
-        lambda: numbered().conformal_set(X, X, DAYS - DAYS[0]),
-        "y_held_out",
-        "as in the fit",
-    ),
-    (lambda: numbered().score(X, DAYS - DAYS[0]), "y", "as in the fit"),
     (lambda: Classifier("nut").fit(X, LABELS), "method", "Did you mean 'nuts'?"),
     (lambda: bnn.estimators.inside(3), "model", "Pass a fitted `Pipeline`"),
-    (
-        lambda: Classifier().fit(X, 0 * LABELS),
-        "y",
-        "Pass rows of at least two classes.",
-    ),
+    (lambda: Classifier().fit(X, 0 * LABELS), "y", "Pass rows of at least two"),
     (lambda: regressor().conformal_interval(X, X[:3], Y[:3]), "X_held_out", "Hold out"),
     (lambda: regressor().calibrate(X[:9], Y[:9]), "X", "Hold out at least 10 rows."),
     *[
-        (
-            lambda X=X, y=y: Regressor("adf").fit(X, y),
-            argument,
-            fragment,
-        )
+        (lambda X=X, y=y: Regressor("adf").fit(X, y), argument, fragment)
         for X, y, argument, fragment in [
             (named("b", [np.inf, *Y[1:]]), Y, "X", "1 values in column 'b'"),
             (np.c_[X, [None, *Y[1:]]], Y, "X", "1 values in column 2 that are NaN"),
             (X.astype("m8[s]"), Y, "X", "dates or durations in column 0"),
             ([["x", 1.0]] * N, Y, "X", "the text 'x' in column 0"),
             (X, DAYS, "y", "dates or durations, such as 2020-01-01"),
-            (X, list(DAYS.astype(object)), "y", "dates or durations"),
             (X, ["a", *Y[1:]], "y", "the text 'a'. Pass numbers, or use `Classifier`"),
-            (
-                X,
-                [np.inf, *Y[1:]],
-                "y",
-                "1 values that are NaN, None, infinite or above",
-            ),
+            (X, [np.inf, *Y[1:]], "y", "1 values that are NaN, None, infinite or"),
             (X, np.array([1.7e308, -1.7e308] * 12), "y", "24 values that are NaN"),
         ]
     ],
     *[
         (lambda y=y: Classifier("adf").fit(X, y), "y", fragment)
         for y, fragment in [
-            (
-                [None, *"ab" * 11, "a"],
-                "1 missing labels (NaN, None), the first in row 0",
-            ),
-            (
-                [*"ab" * 11, "a", NAN[0]],
-                "1 missing labels (NaN, None), the first in row 23",
-            ),
+            ([None, *"ab" * 11, "a"], "1 missing labels (NaN, None), the first in row"),
+            ([*"ab" * 11, "a", NAN[0]], "1 missing labels (NaN, None), the first in"),
             ([3, *"ab" * 11, "a"], "text beside other labels, such as 'a' and 3"),
         ]
     ],
-    (
-        lambda: Regressor("laplace").fit(X[:5], Y[:5]),
-        "X",
-        "Pass at least 6 rows, fewer",
-    ),
+    (lambda: Regressor("laplace").fit(X[:5], Y[:5]), "X", "Pass at least 6 rows,"),
     (lambda: classifier().conformal_set(X, X, ["none"] * N), "y_held_out", "the label"),
-    (lambda: classifier().calibrate(X, ["none"] * N), "y", "Classifier.calibrate"),
     (lambda: regressor().conformal_interval(X, X, ["a"] * N), "y_held_out", "the text"),
     (lambda: regressor().score(X, ["a"] * N), "y", "Regressor.score"),
     (lambda: regressor().score(X * 1j, Y), "X", "complex numbers in column 0. Complex"),
-    (lambda: classifier().score(X, [None] * N), "y", "Classifier.score"),
     (lambda: classifier().score(X, np.ones(N) * 1j), "y", "complex numbers. Complex"),
     (lambda: regressor().calibrate(X, Y * 1e30), "y", "so far from the predictions"),
     (lambda: regressor().calibrate(X, np.stack([Y, Y], 1)), "y", "Regressor.calibrate"),
@@ -285,11 +241,7 @@ ROWS["nn"] = [
     (lambda: nn.Conv2d(4, window=b"33"), "window", "Pass an integer of at least"),
     (lambda: NET.output_shape(b"2"), "input_shape", "as a tuple"),
     (lambda: nn.Conv2d(4, window=(3, 3, 3)), "window", "Pass a positive integer"),
-    (
-        lambda: nn.Conv2d(4, padding="same"),
-        "padding",
-        "Known: SAME, VALID, an integer.",
-    ),
+    (lambda: nn.Conv2d(4, padding="same"), "padding", "Known: SAME, VALID, an"),
     (lambda: nn.Flatten().output_shape((3,)), "x", "It takes inputs of 3 axes"),
     (lambda: nn.Residual(nn.Dense(3)).output_shape((2,)), "x", "It takes a body"),
     (lambda: nn.Sequential([nn.Dense(3), None]), "layers", "Pass layers"),
@@ -308,21 +260,13 @@ ROWS["priors"] = [
     (lambda: priors.Fixed(KERNEL)("bias", (1,)), "params", "Known: kernel."),
     (lambda: priors.Fixed(KERNEL)("kernel", (3, 1)), "params", "network of this size."),
     (lambda: priors.Learned({}), "init", "Pass parameters: a dictionary"),
-    (
-        lambda: priors.BySite([priors.Normal()]),
-        "patterns",
-        "Pass a dictionary, e.g. `{",
-    ),
+    (lambda: priors.BySite([priors.Normal()]), "patterns", "Pass a dictionary, e.g."),
     (lambda: priors.BySite({"a": priors.Normal()})("b", (2, 2)), "patterns", "Add one"),
 ]
 ROWS["numpyro_bnn"] = [
     (lambda: bnn.random_network("net", NET, (2,)), "name", "Call it in a model"),
     (lambda: bnn.to_inference_data(3), "result", "Pass a run `numpyro.infer.MCMC`"),
-    (
-        lambda: bnn.to_inference_data(None, predictions=[X]),
-        "predictions",
-        "Name the arguments of the model",
-    ),
+    (lambda: bnn.to_inference_data(None, predictions=[X]), "predictions", "Name the"),
     (lambda: bnn.predict(LINE, 3, X), "idata", ""),
 ]
 ROWS["models"] = [
@@ -344,7 +288,6 @@ ROWS["models"] = [
 ]
 ROWS["symmetry"] = [
     (lambda: symmetry.Scale({"w": 1}), "weights", "Pass a site, or a pair"),
-    (lambda: symmetry.Shift([("w", 0.5)]), "elements", "Pass a site, or a pair"),
     (lambda: symmetry.JointRescale("w", "v", [("s", "1")]), "scales", "Pass a finite"),
     (
         lambda: symmetry.canonical({"w": X * 1j}, [symmetry.Shift("w")]),
@@ -352,22 +295,12 @@ ROWS["symmetry"] = [
         "Pass an array of numbers",
     ),
     (lambda: symmetry.find(LINE, X, NAN), "args[1]", "Drop or impute"),
-    (
-        lambda: symmetry.check(LINE, [symmetry.Shift("w")], (X + np.inf, Y)),
-        "args[0]",
-        "NaN or infinite",
-    ),
     (lambda: symmetry.find(LINE, X, Y[:3]), "args", "an array of 3 rows"),
     (lambda: symmetry.find(changing(), X, Y[:3]), "obs", f"distribution, ({N},)"),
-    (lambda: symmetry.find(LINE, TABLE, Y), "args[0]", "x.astype(float)"),
     (lambda: symmetry.check(LINE, SCALE, 3), "args", "Pass the arguments of the model"),
-    (lambda: symmetry.check(None, [], (X, Y)), "model", "Pass a NumPyro model"),
-    (lambda: symmetry.canonical(3, SCALE), "draws", "Pass arrays"),
     (lambda: symmetry.invariants(None, SCALE), "draws", "Pass arrays"),
-    (lambda: symmetry.orbit_coordinates(3, SCALE), "draws", "Pass arrays by site"),
     (lambda: symmetry.Rescale("v", 3), "outgoing", "Pass a site, or a pair of site"),
     (lambda: symmetry.JointScale("w", "s", 0), "power", "Pass 1 for a scale, -2"),
-    (lambda: symmetry.Shift(None), "elements", "Pass a site, or a pair of site"),
     (lambda: symmetry.SignFlip(3), "elements", "Pass a site, or a pair of site"),
     (lambda: symmetry.Permutation([]), "elements", "Name at least one site."),
     (lambda: symmetry.JointScale([("w", 1)], "s"), "weights", "without axes"),
@@ -375,17 +308,7 @@ ROWS["symmetry"] = [
     (lambda: symmetry.from_network("net", (3,)), "net", "Pass a specification"),
     (lambda: symmetry.check(LINE, SCALE, (X, Y)), "symmetries", "Leave it out, remove"),
     (lambda: symmetry.check(LINE, [symmetry.Scale("v")], (X, Y)), "site", "Known: w."),
-    (
-        lambda: symmetry.canonical({"w": X}, [symmetry.Scale("v")]),
-        "symmetries",
-        "Known: w.",
-    ),
-    (
-        lambda: symmetry.canonical({"w": X[:0]}, SCALE),
-        "draws",
-        "Pass at least one row.",
-    ),
-    (lambda: symmetry.invariants({"w": X}, 3), "symmetries", "Pass symmetries"),
+    (lambda: symmetry.canonical({"w": X[:0]}, SCALE), "draws", "Pass at least one"),
     (lambda: symmetry.JointRescale("a", "b", []), "scales", "Name hyper-sites"),
     (lambda: symmetry.JointRescale("w", "v", "s"), "scales", "with powers"),
     (
@@ -420,18 +343,10 @@ ROWS["sgmcmc"] = [
         "gradient",
         "Pass `Full`",
     ),
-    (
-        lambda: sampler().init(0.0, jnp.ones(2)),
-        "position",
-        "Pass one flat vector (P,):",
-    ),
+    (lambda: sampler().init(0.0, jnp.ones(2)), "position", "Pass one flat vector"),
     (lambda: sampler().init(jnp.ones(2), 0), "rng_key", "Pass one key"),
     (lambda: sampler().init(jnp.arange(3), key()), "position", ""),
-    (
-        lambda: sampler(sgmcmc.Microcanonical()).init(jnp.ones(1), key()),
-        "position",
-        "",
-    ),
+    (lambda: sampler(sgmcmc.Microcanonical()).init(jnp.ones(1), key()), "position", ""),
     (
         lambda: sampler(sgmcmc.HMC(1), preconditioner=sgmcmc.RMSProp(running=True)),
         "preconditioner",
@@ -445,11 +360,7 @@ ROWS["sgmcmc"] = [
         "learns during warm-up",
     ),
     (lambda: schedules.polynomial(1.0, gamma=2), "gamma", "Above 1 the chain freezes:"),
-    (
-        lambda: schedules.cyclical(0.1, 2, 3),
-        "num_cycles",
-        "Pass at most num_steps = 2.",
-    ),
+    (lambda: schedules.cyclical(0.1, 2, 3), "num_cycles", "Pass at most num_steps ="),
 ]
 ROWS["infinite"] = [
     (lambda: infinite.empirical_ntk(NET, "a", X), "params", "Pass one array for each"),
@@ -458,11 +369,7 @@ ROWS["infinite"] = [
         "params['Dense_0.kernel']",
         "Drop or impute",
     ),
-    (
-        lambda: infinite.gp_regression(NET, 3.0, Y, noise_sd=0.1),
-        "x",
-        "Pass one row per",
-    ),
+    (lambda: infinite.gp_regression(NET, 3.0, Y, noise_sd=0.1), "x", "Pass one row"),
     (lambda: gp().log_density(X, RAGGED), "y", "rows of several lengths"),
     (lambda: infinite.nngp(NET, X[:, 0]), "x1", "Pass one row per data point, (N, D)"),
     (lambda: infinite.ntk(NET, X[:0]), "x1", "Pass at least one row."),
@@ -473,7 +380,6 @@ ROWS["guides"] = [
         for scale in ({}, {3: 0.1}, np.ones(2) * 1j)
     ],
     (lambda: guides.AutoBlocks(LINE, 3), "blocks", "Pass a dictionary from"),
-    (lambda: adf(X, Y, init_means={"w": X[0] * 1j}), "init_means['w']", "numbers"),
     (lambda: guides.init_to_fan_in("w"), "site", "init_strategy=init_to_fan_in"),
     (lambda: fit(X, Y, batch_size=2.5), "subsample_size", f"from 1 to {N}"),
     (lambda: fit(X + NAN[:, None], Y), "args[0][0]", "NaN or infinite"),
@@ -501,11 +407,7 @@ ROWS["guides"] = [
         "init_params",
         "Pass a value of shape (2,).",
     ),
-    (
-        lambda: guides.AutoLaplace(LINE).predictive({}, X),
-        "params",
-        "Call `run` of this",
-    ),
+    (lambda: guides.AutoLaplace(LINE).predictive({}, X), "params", "Call `run` of"),
     (
         lambda: guides.AutoLaplace(LINE).predictive({}, X, link="sample"),
         "rng_key",
@@ -535,11 +437,7 @@ ROWS["infer"] = [
         f"from 1 to {N}",
     ),
     (lambda: start(infer.MCLMC(LINE), X, NAN), "args[0][1]", "Drop or impute those"),
-    (
-        lambda: start(infer.SGLD(changing()), X, Y),
-        "model",
-        "the same name in each call",
-    ),
+    (lambda: start(infer.SGLD(changing()), X, Y), "model", "the same name in each"),
     (
         lambda: start(infer.SGLD(LINE), X, Y, init_params={"w": NAN[:2]}),
         "init_params['w']",
@@ -549,16 +447,6 @@ ROWS["infer"] = [
         lambda: start(infer.SGLD(LINE), X, Y, init_params={"w": np.zeros(3)}),
         "init_params",
         "{'w': (2,)}.",
-    ),
-    (
-        lambda: start(infer.SGLD(LINE), X, Y, init_params={}),
-        "init_params",
-        "{'w': (2,)}.",
-    ),
-    (
-        lambda: start(infer.SGLD(LINE), X, Y, init_params={"v": 0.0}),
-        "init_params",
-        "shaped {'w': (2,)}.",
     ),
     (
         lambda: start(infer.SGLD(LINE, warm_start=0.01), X, Y, num_warmup=10),
@@ -588,17 +476,11 @@ ROWS["infer"] = [
     ),
     (lambda: infer.CyclicalSGLD(LINE, schedules.polynomial(0.1)), "step_size", ""),
     (
-        lambda: infer.CyclicalSGLD(LINE, 0.1, warm_start=""),
-        "steps_per_draw or warm_start",
-        "Set `cycle_len",
-    ),
-    (
         lambda: infer.CyclicalSGLD(LINE, 1.0, cycle_length=9),
         "cycle_length, draws_per_cycle, explore",
         "one step",
     ),
     (lambda: mala(LINE, gradient="control_variates"), "gradient", "Leave it out: this"),
-    (lambda: infer.GHMC(LINE, temperature=0), "temperature", "Pass a finite number"),
     (lambda: infer.MCLMC(LINE, temperature=0.0), "temperature", "Pass a finite number"),
     (
         lambda: infer.MCLMC(LINE, energy_variance=(1, 2, 3)),
@@ -608,11 +490,6 @@ ROWS["infer"] = [
     (lambda: infer.implied_bias([0.1, -1]), "energy_variance", "Pass a finite number"),
     (lambda: infer.OrbitMoves(NUTS, SCALE), "kernel", "Pass a kernel"),
     (lambda: infer.OrbitMoves(NUTS(LINE), []), "symmetries", "Declare one"),
-    (
-        lambda: start(infer.OrbitMoves(NUTS(LINE), [symmetry.Scale("v")]), X, Y),
-        "site",
-        "Known: w.",
-    ),
     (lambda: infer.collapse(LINE, "w", X, Y), "sites", "Pass a nonempty sequence"),
 ]
 ROWS["metrics"] = [
@@ -655,13 +532,7 @@ ROWS["results"] = [
     (lambda: bnn.to_inference_data("folder", guide=3), "guide", "Leave it out"),
     (lambda: bnn.predict(*without_inputs(), X), "idata", "no `constant_data` of ['x']"),
     (lambda: bnn.predict(LINE, idata()), "args", "missing a required argument: 'x'"),
-    (lambda: bnn.predict(LINE, idata(), None), "args", "with which the model fails"),
     (lambda: bnn.predict(LINE, idata(), "a"), "args", "with which the model fails"),
-    (
-        lambda: bnn.predict(LINE, idata(), X.astype(str)),
-        "x",
-        "Pass an array of numbers",
-    ),
 ]
 ROWS["numbers"] = [
     (lambda: metrics.uncertainty(np.ones((1, 0, 2, 2))), "probs", "Pass at least one"),
@@ -672,17 +543,6 @@ ROWS["numbers"] = [
         lambda: metrics.ece(np.full((2, 2), 0.5), np.ones(2, "m8[D]")),
         "labels",
         "dtype timedelta64[D]",
-    ),
-    (
-        lambda: metrics.relative_logit_variance(np.ones((2, 3, 2)) * 1j),
-        "logits",
-        "Pass an array of numbers",
-    ),
-    (lambda: metrics.function_space([[1.0], [1.0, 2.0]]), "draws", "rows of several"),
-    (
-        lambda: datasets.Scaler(np.zeros(2), np.ones(2)).inverse(np.ones(2) * 1j),
-        "z",
-        "Pass an array of numbers",
     ),
 ]
 ROWS["plots"] = [
@@ -705,7 +565,6 @@ ROWS["plots"] = [
 ]
 ROWS["runs"] = [
     (lambda: Posterior("model"), "model", "Pass a NumPyro model"),
-    (lambda: bnn.runs.Rows(np.array(["a"])), "source", "Pass an array of numbers."),
     (lambda: bnn.runs.batches(np.ones((3, 1)), 3), "source", "Pass an iterable"),
     (
         lambda: bnn.runs.fit("folder", 3, key(), 10),
@@ -724,8 +583,7 @@ ROWS["runs"] = [
 
 def marks(call):
     """A second fit, of a classifier, is slow: a regressor goes the same way."""
-    fits = {"classifier", "numbered"} & {*call.__code__.co_names}
-    return pytest.mark.slow if fits else ()
+    return pytest.mark.slow if "classifier" in call.__code__.co_names else ()
 
 
 @pytest.mark.parametrize(
@@ -743,22 +601,14 @@ def test_wrong_arguments_are_refused(call, argument, fragment):
 
 # -- data and names that no model can use, wherever a model is read --------------------
 
-READERS = {
-    "SGLD": lambda model, *data: start(infer.SGLD(model), *data),
-    "AutoMeanField": lambda model, *data: handlers.seed(guides.AutoMeanField(model), 0)(
-        *data
-    ),
-    "AutoADF": lambda model, *data: guides.AutoADF(model).run(key(), *data),
-    "AutoLaplace": lambda model, *data: guides.AutoLaplace(model).run(key(), *data),
-    "fit": lambda _, *data: fit(*data),
-    "find": symmetry.find,
-    "collapse": lambda model, *data: infer.collapse(model, ["w"], *data),
-    "check": lambda model, *data: symmetry.check(model, [symmetry.Scale("w")], data),
-}
 
-
-@pytest.mark.parametrize("dtype", ["U1", "S1", "M8[D]", "m8[D]", object])
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("reader", "dtype"),
+    [
+        *((reader, "U1") for reader in READERS),
+        *(("SGLD", dtype) for dtype in ("S1", "M8[D]", "m8[D]", object)),
+    ],
+)
 def test_arrays_of_text_and_dates_are_refused_as_data(reader, dtype):
     strange = np.zeros(N, int).astype(dtype)
     for data in ((X, strange), (np.stack([strange, strange], 1), Y)):
@@ -769,7 +619,7 @@ def test_arrays_of_text_and_dates_are_refused_as_data(reader, dtype):
             READERS[reader](LINE, *data)
 
 
-@pytest.mark.parametrize("reader", ["SGLD", "AutoADF", "fit", "find"])
+@pytest.mark.parametrize("reader", ["SGLD", "find"])
 def test_complex_targets_are_refused(reader):
     with refused("obs", "complex numbers for the site 'y'"):
         READERS[reader](LINE, X, Y + 1j)
@@ -788,7 +638,7 @@ def test_an_error_of_a_model_says_what_the_model_got(reader):
     assert "argument `x` got 'abc'; argument `y` got an array of shape" in notes
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/", " ", "a\0"])
+@pytest.mark.parametrize("name", ["", "..", "/", "a\0"])
 def test_names_of_which_no_file_can_be_named_are_refused(name):
     """A run folder and an export name files and variables by them."""
 

@@ -1,6 +1,4 @@
-"""Models and data that the kernels refuse because their chains would be silently wrong,
-and those they must not.
-"""
+"""Models and data that the kernels refuse, and those they must not."""
 
 import re
 import warnings
@@ -177,13 +175,12 @@ WRONG = {
 }
 
 
-@each("kernel", [infer.SGLD, infer.MCLMC], fast=1)
 @pytest.mark.parametrize("name", WRONG)
-def test_models_that_would_be_silently_wrong_are_refused(name, kernel):
+def test_models_that_would_be_silently_wrong_are_refused(name):
     model, message = WRONG[name]
     with refused("model", message) as caught:
-        started(model, *LINE.args, kernel=kernel)
-    assert str(caught.value).startswith(f"infer.{kernel.__name__}: ")
+        started(model, *LINE.args)
+    assert str(caught.value).startswith("infer.SGLD: ")
 
 
 @pytest.mark.parametrize("indexed", ["x", "y"])
@@ -247,18 +244,13 @@ def test_random_potentials_are_refused_where_one_value_is_needed(make):
 
 
 def test_slow_gathers_of_jaxlib_on_cuda_are_announced(monkeypatch):
-    """Six rows look up each of four effects; a line has none, rows with classes look up
-    their own, and later versions are fast.
-    """
+    """Six rows look up each of four effects; a line has none; later ones are fast."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for version, entry, warns in [
         ("0.10.2", "groups", True),
         ("0.11.0", "groups", True),
-        ("0.10.2+rocm7", "groups", True),
         ("0.11.0", "line", False),
-        ("0.11.0", "softmax", False),
         ("0.11.1", "groups", False),
-        ("0.10.1", "groups", False),
     ]:
         monkeypatch.setattr(jaxlib, "__version__", version)
         with warnings.catch_warnings(record=True) as seen:
@@ -304,10 +296,8 @@ def compiled_parts(x, y):
 RIGHT = {
     "groups": inside(groups),
     "table": table,
-    "seeded, on all data": lambda x, y: handlers.seed(LINE.model, 3)(x, y),
     "normalized": normalized,
     "compiled parts": compiled_parts,
-    "factor": then(lambda w, x, y, i: numpyro.factor("v", log_density(w, y[i]))),
     "subsample": then(
         lambda w, x, y, i: observed(
             "v", w * numpyro.subsample(x, event_dim=1)[:, 0], y[i]
@@ -316,10 +306,7 @@ RIGHT = {
 }
 
 
-LONGER = ("seeded, on all data", "normalized", "compiled parts", "factor")
-
-
-@each("name", RIGHT, slow=LONGER)
+@each("name", RIGHT, slow=("normalized", "compiled parts"))
 def test_right_models_are_accepted(name):
     state = started(RIGHT[name], *LINE.args)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.z))
@@ -346,12 +333,10 @@ def test_deterministic_sites_of_one_minibatch_are_left_out_of_the_draws():
     [
         (lambda: {"v": 1.0}, "w"),
         (lambda: np.ones(3), "shape (3,)"),
-        (lambda: np.ones((2, 3)), "shape (2, 3)"),
-        (lambda: {"w": np.ones(3)}, "shape (3,)"),
         (lambda: -1.0, "positive"),
         (lambda: np.array([[1.0, 2.0], [2.0, 1.0]]), "eigenvalue"),
     ],
-    ids=["site", "length", "matrix", "length of a site", "negative", "indefinite"],
+    ids=["site", "length", "negative", "indefinite"],
 )
 def test_preconditioners_that_do_not_fit_the_model_are_refused(make, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -404,11 +389,10 @@ def test_members_need_a_warm_start():
         kernel.members(state, LINE.args, {})
 
 
-@pytest.mark.parametrize("spread", [1.0, 2.0])
-def test_missing_numbers_are_named_wherever_chains_start(spread):
+def test_missing_numbers_are_named_where_chains_start():
     def model(y):
         observed("y", numpyro.sample("w", dist.Normal(0.0, 1.0)), y)
 
-    kernel = infer.SGHMC(model, warm_start=infer.WarmStart(spread=spread))
+    kernel = infer.SGHMC(model, warm_start=infer.WarmStart(spread=2.0))
     with refused("args[0][0]", "1 NaN"):
         started(model, np.array([1.0, np.nan]), kernel=kernel)

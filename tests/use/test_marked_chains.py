@@ -1,12 +1,11 @@
-"""Scores and figures of results in which a chain is at fault: it is left out, and a
-warning names it.
-"""
+"""Scores and figures leave out a chain at fault, and name it."""
 
 import warnings
 
 import numpy as np
 import pytest
 import xarray as xr
+from helpers import results
 
 from numpyro_bnn import metrics, plots
 
@@ -94,8 +93,6 @@ def test_without_a_sound_chain_the_error_says_what_to_do():
     ("value", "marked"), [(np.nan, False), (0.25, True)], ids=["nan", "marked"]
 )
 def test_figures_leave_out_a_chain_at_fault(value, marked, closed_figures):
-    import arviz as az
-
     predictions, y, labels = faulty(value, marked)
     targets = {
         "y": ("data", y),
@@ -103,34 +100,14 @@ def test_figures_leave_out_a_chain_at_fault(value, marked, closed_figures):
         "x": ("data", np.arange(float(ROWS))),
     }
     observed = {name: targets[name] for name in ("y", "c")}
-    groups = {
-        "predictions": predictions,
-        "predictions_constant_data": xr.Dataset(targets),
-    }
-    groups["observed_data"] = xr.Dataset(observed)
-    idata = (
-        az.InferenceData(**groups)
-        if hasattr(az, "InferenceData")
-        else xr.DataTree.from_dict(groups)
-    )
-    drawn = {}
-    for name, site in (
-        ("predictive_band", "y"),
-        ("predicted_vs_observed", "y"),
-        ("calibration", "c"),
-    ):
-        with pytest.warns(
-            metrics.HealthWarning, match=f"^plots.{name}: left out chains 5, "
-        ) as caught:
-            axes = getattr(plots, name)(
-                idata, site=site, **({"x": "x"} if name == "predictive_band" else {})
-            )
+    groups = {"predictions_constant_data": targets, "observed_data": observed}
+    idata = results({"predictions": predictions, **groups})
+    for name, site in (("predicted_vs_observed", "y"), ("calibration", "c")):
+        with pytest.warns(metrics.HealthWarning, match="left out chains 5, ") as caught:
+            getattr(plots, name)(idata, site=site)
         assert len(caught) == 1
-        drawn[name] = np.ravel(axes)[-1]
-    mean = next(
-        line
-        for line in drawn["predictive_band"].lines
-        if line.get_label() == "function mean"
-    )
+    with pytest.warns(metrics.HealthWarning, match="^plots.predictive_band: left out"):
+        axis = plots.predictive_band(idata, x="x", site="y")
+    (mean,) = (line for line in axis.lines if line.get_label() == "function mean")
     expected = predictions["y_mean"].to_numpy()[SOUND].mean((0, 1))
     np.testing.assert_allclose(mean.get_ydata(), expected, rtol=1e-12)

@@ -1,9 +1,8 @@
-"""The pages: their code runs as it stands, links and references lead somewhere, the
-site builds without a warning.
-"""
+"""The pages: their code runs, links and references lead somewhere, the site builds."""
 
 import ast
 import builtins
+import contextlib
 import doctest
 import importlib
 import importlib.util
@@ -20,6 +19,7 @@ from urllib.parse import unquote
 
 import jax
 import pytest
+from options import parameters
 
 import numpyro_bnn
 from numpyro_bnn.moments.registry import RULES
@@ -123,16 +123,18 @@ def shown_code(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.core
 @pytest.mark.usefixtures("shown_code")
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_examples_of_docstrings_run(path):
+@pytest.mark.parametrize("room", [NAME, *ROOMS])
+def test_examples_of_docstrings_run(room):
     """Examples see the names of their module alone."""
-    module = module_of(path)
-    runner = doctest.DocTestRunner(
-        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    )
-    report = io.StringIO()
-    for test in doctest.DocTestFinder().find(module, module.__name__):
-        runner.run(test, out=report.write)
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    runner, report = doctest.DocTestRunner(optionflags=options), io.StringIO()
+    for path in SOURCES:
+        parts = path.relative_to(ROOT / NAME).with_suffix("").parts
+        of_room = parts[0] if parts[0] in ROOMS else NAME
+        if of_room == room and ">>>" in path.read_text():
+            module = module_of(path)
+            for test in doctest.DocTestFinder().find(module, module.__name__):
+                runner.run(test, out=report.write)
     assert runner.summarize(verbose=False).failed == 0, report.getvalue()
 
 
@@ -214,60 +216,6 @@ def test_links_resolve():
     assert {name: links for name, links in broken.items() if links} == {}
 
 
-# What users would type into the search of the site: words of a heading, and its page.
-ASKED = {
-    "raw table to intervals": "howto/tables.md",
-    "which columns matter": "howto/tables.md",
-    "choosing a method": "choosing.md",
-    "how many layers and units": "choosing.md",
-    "which prior": "howto/priors.md",
-    "prior predictive": "howto/prior_predictive.md",
-    "weights do not mix": "why_weights_do_not_mix.md",
-    "can i trust this run": "howto/diagnostics.md",
-    "chain diverged": "howto/diverged.md",
-    "float64": "howto/diverged.md",
-    "counts": "howto/likelihoods.md",
-    "outliers": "howto/likelihoods.md",
-    "noise that depends on the inputs": "howto/likelihoods.md",
-    "offset": "howto/likelihoods.md",
-    "random effects": "howto/groups.md",
-    "missing values": "howto/tables.md",
-    "prediction intervals": "howto/tables.md",
-    "save the model": "howto/tables.md",
-    "imbalanced classes": "howto/classification.md",
-    "unlike the training data": "howto/unknown_inputs.md",
-    "make it bayesian": "howto/flax.md",
-    "dropout": "howto/flax.md",
-    "recurrent": "howto/modules.md",
-    "time series": "howto/time_series.md",
-    "many rows": "howto/large_data.md",
-    "gpu": "howto/several_devices.md",
-    "how long does a fit take": "estimators.md",
-    "after a crash": "howto/keep_a_run.md",
-    "seeds": "howto/keep_a_run.md",
-    "pickle": "howto/serving.md",
-    "comparing models": "results.md",
-    "coming from blackjax": "coming_from.md",
-    "categorical columns": "howto/tables.md",
-    "feature importance": "howto/tables.md",
-    "r-hat": "howto/diagnostics.md",
-    "deploy": "howto/serving.md",
-    "pytorch dataloader": "howto/loaders.md",
-    "out of distribution": "howto/unknown_inputs.md",
-    "grid search": "estimators.md",
-    "gaussian process": "infinite.md",
-}
-
-
-def test_what_users_ask_is_a_heading():
-    unanswered = []
-    for words, page in ASKED.items():
-        titles = re.findall(r"^#+ (.*)$", prose((DOCS / page).read_text()), flags=re.M)
-        if not any(words in title.lower() for title in titles):
-            unanswered.append((words, page))
-    assert unanswered == []
-
-
 def entries(path):
     """Pages that the tables of contents of a page name."""
     for block in re.findall(
@@ -284,18 +232,6 @@ def entries(path):
 def test_every_page_is_in_one_table_of_contents():
     named = [entry for page in PAGES for entry in entries(page)]
     assert sorted(named) == [page for page in PAGES if page != DOCS / "index.md"]
-
-
-def test_figures_of_choosing_stand_on_the_pages_it_cites():
-    figure = re.compile(r"(?<![\w.])-?\d+\.\d{2,}(?!\w)")
-    page = (DOCS / "choosing.md").read_text()
-    # a table between marks is that of a file, which another test compares
-    typed = re.sub(r"<!-- table of .*?: end -->", "", page, flags=re.DOTALL)
-    for section in re.split(r"^## .*$", typed, flags=re.MULTILINE)[1:]:
-        cited = "".join(
-            (DOCS / match[1]).read_text() for match in LINK.finditer(section)
-        )
-        assert set(figure.findall(section)) <= set(figure.findall(cited))
 
 
 # -- length ----------------------------------------------------------------------------
@@ -348,17 +284,6 @@ def read_aloud(text):
 
 def numbers(spoken):
     return re.findall(r"(?<![\w.])[-+]?\d[\d,.]*%?(?!\w)", spoken)
-
-
-def test_words_are_counted():
-    text = "# A title\n\n<!-- table of x: begin -->\n| 1 |\n<!-- table of x: end -->\n"
-    text += "Call [it](a1.md) `f(2)`; 3 times.\n```python\nf(2) + 1\n```\n| a | 5 |\n"
-    kept = MADE.sub("", text)
-    assert words(kept)[:4] == ["A", "title", "Call", "[it](a1.md)"]
-    assert len(words(kept)) == 12
-    spoken = read_aloud(kept)
-    assert numbers(spoken) == ["3"]
-    assert spoken.count(";") == 1
 
 
 def test_pages_keep_to_their_number_of_words():
@@ -453,35 +378,68 @@ def test_names_in_the_prose_of_pages_exist():
     assert gone == {}
 
 
-def unknown_keywords(code):
-    """Keywords in inline code that a call of this package does not take."""
-    try:
-        parsed = ast.parse(code, mode="eval")
-    except SyntaxError:
-        return
+def unknown_keywords(parsed, names):
+    """Keywords in code that a call of this package does not take."""
     for call in ast.walk(parsed):
         if not isinstance(call, ast.Call):
             continue
-        name = ast.unparse(call.func).removeprefix("bnn.")
-        called = reached(numpyro_bnn, name.split("."))
-        if called is None:
+        name = ast.unparse(call.func)
+        first, *rest = name.split(".")
+        called = reached(names.get(first), rest)
+        ours = str(getattr(called, "__module__", "")).startswith(NAME)
+        if not (ours and callable(called)):
             continue
-        parameters = inspect.signature(called).parameters
-        if any(option.kind is option.VAR_KEYWORD for option in parameters.values()):
+        known = parameters(called)
+        passed_on = any(option.kind is option.VAR_KEYWORD for option in known.values())
+        if passed_on and not isinstance(called, type):
             continue
-        keywords = {keyword.arg for keyword in call.keywords}
-        yield from (f"{name}({word}=)" for word in sorted(keywords - set(parameters)))
+        keywords = {keyword.arg for keyword in call.keywords} - {None}
+        yield from (f"{name}({word}=)" for word in sorted(keywords - set(known)))
 
 
 def test_keywords_in_the_prose_of_pages_exist():
-    unknown = {}
+    unknown, names = {}, vars(numpyro_bnn) | {"bnn": numpyro_bnn}
     for path in set(MARKDOWN) - set(FORMER):
         for code in INLINE.findall(prose(path.read_text())):
-            if wrong := list(unknown_keywords(code)):
-                unknown[f"{label(path)}: {code}"] = wrong
+            with contextlib.suppress(SyntaxError):
+                if wrong := list(unknown_keywords(ast.parse(code), names)):
+                    unknown[f"{label(path)}: {code}"] = wrong
     assert unknown == {}
     code = "priors.Normal(1.0, bias=2.0, bias_scale=0.1)"
-    assert list(unknown_keywords(code)) == ["priors.Normal(bias=)"]
+    wrong = list(unknown_keywords(ast.parse(code), names))
+    assert wrong == ["priors.Normal(bias=)"]
+
+
+def imports_of_package(parsed):
+    """What a script has of the package, also in functions: name -> value, or None."""
+    imported = {}
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Import):
+            packages = [alias for alias in node.names if alias.name == NAME]
+            imported |= {alias.asname or NAME: numpyro_bnn for alias in packages}
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith(NAME):
+            room = importlib.import_module(node.module)
+            for alias in node.names:
+                imported[alias.asname or alias.name] = getattr(room, alias.name, None)
+    return imported
+
+
+def test_names_and_keywords_in_scripts_exist():
+    """Most benchmarks are not run by tests: their calls of this package are read."""
+    unknown = {}
+    for path in (ROOT / "examples").rglob("*.py"):
+        parsed = ast.parse(path.read_text())
+        names = imports_of_package(parsed)
+        unknown |= {name: label(path) for name in names if names[name] is None}
+        unknown |= {word: label(path) for word in unknown_keywords(parsed, names)}
+        attributes = [n for n in ast.walk(parsed) if isinstance(n, ast.Attribute)]
+        for name in {ast.unparse(node) for node in attributes}:
+            first, *rest = name.split(".")
+            value = names.get(first)
+            is_room = inspect.ismodule(value) and value.__name__.startswith(NAME)
+            if is_room and "(" not in name and reached(value, rest) is None:
+                unknown[name] = label(path)
+    assert unknown == {}
 
 
 def test_references_exist():
@@ -573,9 +531,7 @@ ELSEWHERE = {"numpyro_bnn.infer.schedules"}
 
 @pytest.mark.slow
 def test_site_builds_without_a_warning(tmp_path):
-    """As `make docs` does, which needs the extra `docs`; equations are MathML, so TeX
-    that is wrong is a warning.
-    """
+    """As `make docs` does, which needs the extra `docs`."""
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     command += ["-d", str(tmp_path / "doctrees"), str(DOCS), str(tmp_path / "html")]
     built = subprocess.run(
