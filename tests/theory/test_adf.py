@@ -289,6 +289,23 @@ def test_data_that_contradict_the_model_are_refused():
     close(far.state.weights["w"], [[0.0], [1.0]], atol=1e-12)
 
 
+def test_a_censored_row_is_integrated_and_its_moments_are_refused():
+    """A normal inside another distribution; NumPyro has no mean of a censored one."""
+
+    def model(x, y=None):
+        def cut(f):
+            return dist.RightCensoredDistribution(dist.Normal(f, 0.5), x[:, 1] > 0)
+
+        linear_model(x, y, cut)
+
+    x = np.array([[0.5, 1.0]])
+    guide, fit = learn(model, x, np.ones(1), means={"w": np.zeros(2)})
+    expected = stats.norm.logsf(1.0, scale=1.5**0.5)  # 0.5^2 + 1 + 0.5^2
+    np.testing.assert_allclose(-fit.losses[0], expected, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"a RightCensored.*no formula for its mom"):
+        guide.predictive_moments(fit.params, x)
+
+
 def test_what_the_panels_do_not_resolve_is_refused_and_reported():
     """200 oscillations per unit; rows without information are absorbed."""
 

@@ -194,8 +194,8 @@ class AutoADF(ADFPosterior):
             learns more of data with little noise, and is too sure of others. Without,
             one Nth of the likelihood is taken out before each row of a later epoch
             (stochastic expectation propagation), and the last of ``losses`` is about
-            that of leaving each row out. By default only for noise with a Gamma
-            precision.
+            that of leaving each row out if there are many. By default only for noise
+            with a Gamma precision.
         :param max_refused: warn if a larger fraction of the weight updates is refused
             in an epoch.
         :param keeper: where the epochs are kept; :func:`numpyro_bnn.runs.fit` passes

@@ -3,7 +3,7 @@ predictive moments. A likelihood with formulas of its own is one class; every ot
 is integrated numerically.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -73,10 +73,12 @@ class Likelihood:
         """Parameters by name; a number distinguishes two parameters of the same name
         (in an inner distribution).
         """
+        names: dict[int, str] = {}
+        for fn in _inner(base):
+            names |= {id(fn.__dict__.get(name)): name for name in fn.arg_constraints}
         parameters = {}
         for index, leaf in enumerate(jax.tree.leaves(base)):
-            names = (n for n in base.arg_constraints if base.__dict__.get(n) is leaf)
-            parameters[f"{next(names, 'parameter')} ({index})"] = leaf
+            parameters[f"{names.get(id(leaf), 'parameter')} ({index})"] = leaf
         return parameters
 
     def build(self, parameters: Values) -> dist.Distribution:
@@ -178,7 +180,12 @@ class Likelihood:
             fn = self.build(self._parameters(values, point))
             if isinstance(fn, dist.CategoricalProbs | dist.CategoricalLogits):
                 return fn.probs, fn.probs * (1 - fn.probs)
-            return fn.mean, fn.variance
+            try:
+                return fn.mean, fn.variance
+            except NotImplementedError:  # of NumPyro, for example where values are cut
+                reason = f"a {type(fn).__name__}, which has no formula for its moments"
+                instead = "Use `log_predictive_density`, or draws by `Predictive`."
+                refuse(self.roles.observed, reason, instead)
 
         first, of_noise = expectations(moments_at, gaussians)
         var = expectations(lambda v: (moments_at(v)[0] - first) ** 2, gaussians)
@@ -377,6 +384,13 @@ def read_likelihood(
     return kind(roles, hyperparameters, base, shape, cut)
 
 
+def _inner(fn: dist.Distribution | None) -> Iterator[dist.Distribution]:
+    """A distribution, and those of which it is made."""
+    while fn is not None:
+        yield fn
+        fn = getattr(fn, "base_dist", None)
+
+
 def _check_observed(
     name: str, site: Values, base: dist.Distribution, with_value: bool
 ) -> None:
@@ -414,7 +428,8 @@ def _check_cut(
         refuse(name, f"a {prior} from which the predictor is computed", instead)
     for name in cut.sources:
         argument = name.split(" (")[0]
-        is_real = base.arg_constraints.get(argument) is constraints.real
+        by_distribution = [fn.arg_constraints.get(argument) for fn in _inner(base)]
+        is_real = constraints.real in by_distribution
         if argument == "logits" or is_real or not cut.is_linear(name):
             continue
         reason = (

@@ -60,7 +60,8 @@ def log_expectation(
     def integral(nodes: Values, names: list[str], values: Values) -> Array:
         if not names:
             log_value = fn(values)
-            return jnp.where(jnp.isnan(log_value), -jnp.inf, log_value)
+            # Truncated distributions have log densities of NaN and inf far outside.
+            return jnp.where(log_value < jnp.inf, log_value, -jnp.inf)
         outer, *inner = names
 
         def at(x: Array) -> Array:
