@@ -306,6 +306,22 @@ def test_a_censored_row_is_integrated_and_its_moments_are_refused():
         guide.predictive_moments(fit.params, x)
 
 
+def test_densities_that_are_infinite_far_outside_are_left_out():
+    """Where a truncated normal lies below its bound its normalizer underflows."""
+
+    def cut(f):
+        return dist.TruncatedNormal(f, 0.1, low=0.0)
+
+    _, fit = learn(linear_model, [[1.0]], [0.3], likelihood=cut, means={"w": [0.0]})
+
+    def density(w):
+        shape = (-w / 0.1, np.inf)
+        return stats.norm.pdf(w) * stats.truncnorm.pdf(0.3, *shape, w, 0.1)
+
+    log_z = np.log(integrate.quad(density, -3.5, 3.5, points=[0.0, 0.3])[0])
+    assert -fit.losses[0] == pytest.approx(log_z, abs=1e-3)
+
+
 def test_what_the_panels_do_not_resolve_is_refused_and_reported():
     """200 oscillations per unit; rows without information are absorbed."""
 
