@@ -107,9 +107,13 @@ def covariance(guide, params, *args, **kwargs):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("name", "structure"), [("line", "full"), ("masked", "kron")])
+@pytest.mark.parametrize(
+    ("name", "structure"), [("line", "full"), ("masked", "kron"), ("masked", "low_rank")]
+)
 def test_linear_regression_is_exact(name, structure):
-    """Posterior, evidence, predictions; kron too, whose layer has one output."""
+    """Posterior, evidence, predictions; kron too, whose layer has one output, and a
+    rank that is not too low.
+    """
     entry = ZOO[name]
     mean, sd = entry.exact.mean["w"], entry.exact.sd["w"]
     guide, fit = (
