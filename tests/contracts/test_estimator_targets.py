@@ -3,6 +3,7 @@
 import warnings
 from functools import cache
 
+import jax
 import numpy as np
 import pytest
 from helpers import each
@@ -112,6 +113,9 @@ def assert_one_distribution(kind, model, factor=1.0):
     reached = np.array([model.cdf(rows, values) for values in quantiles])
     np.testing.assert_allclose(shares, reached, atol=5 * 0.5 / 4000**0.5)
     known = model.predict_dist(rows)
+    drawn = np.asarray(known.sample(jax.random.key(0), (4000,)))
+    shares = (drawn[:, None] <= quantiles).mean(0)
+    np.testing.assert_allclose(shares, reached, atol=5 * 0.5 / 4000**0.5)
     np.testing.assert_allclose(known.cdf(quantiles), reached, atol=2e-3)
     np.testing.assert_allclose(
         known.log_prob(quantiles),

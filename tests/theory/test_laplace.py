@@ -108,7 +108,8 @@ def covariance(guide, params, *args, **kwargs):
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("name", "structure"), [("line", "full"), ("masked", "kron"), ("masked", "low_rank")]
+    ("name", "structure"),
+    [("line", "full"), ("masked", "kron"), ("masked", "low_rank")],
 )
 def test_linear_regression_is_exact(name, structure):
     """Posterior, evidence, predictions; kron too, whose layer has one output, and a
