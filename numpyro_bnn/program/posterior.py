@@ -450,8 +450,7 @@ class Posterior:
                 )
                 if isinstance(valid, jax.core.Tracer) or valid:
                     break
-            if not isinstance(valid, jax.core.Tracer) and not valid:
-                # raises, and warns of values outside of supports
+            else:  # raises, and warns of values outside of supports
                 z, _, trace = search(init_strategy, rng_key, (self.data,), {})
         return z, trace
 
