@@ -3,7 +3,7 @@ it explains at the training rows, beside a linear model.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,10 +13,12 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._types import InferenceData
 from numpyro_bnn.metrics._inputs import MAX_OUTPUTS, Entries, spread, table
-from numpyro_bnn.metrics.left_out import least_squares
+from numpyro_bnn.metrics.left_out import Behind, behind, scores_without
 
 # At most so many rows, and draws of a mean, are read.
 ROWS, DRAWS = 500, 100
+# The same for scores of rows that are left out.
+ROWS_LEFT_OUT, DRAWS_LEFT_OUT = 250, 1000
 # About so many values of the function are read, or some of each output.
 MAX_COLUMNS = 16
 TINY = 1e-12  # a probability that is next to nothing
@@ -44,38 +46,6 @@ class Losses(NamedTuple):
         """
         with np.errstate(all="ignore"):
             return 1 - losses.mean(axis=-1) / self.of_constant.mean()
-
-
-class Explained(NamedTuple):
-    """How much of an observed site is explained at the training rows.
-
-    :param share: by each chain, as :meth:`Losses.share`.
-    :param line: by a linear model, each row predicted from the others; ``None`` where
-        there is none.
-    :param behind_line: how much less than it each chain explains, two standard errors
-        taken off.
-    """
-
-    share: Sequence[float]
-    line: float | None
-    behind_line: Sequence[float]
-
-    @classmethod
-    def of(cls, losses: Losses, tables: Sequence[np.ndarray]) -> "Explained":
-        """From losses, and inputs (N, D) of the data."""
-        share = losses.share(losses.by_chain).tolist()
-        of_line = None
-        if tables:
-            x = np.column_stack(tables)[losses.rows].astype(np.float64)
-            if np.isfinite(x).all():
-                of_line = losses_of_linear_model(x, losses.targets, losses.classes)
-        if of_line is None:
-            return cls(share, None, [np.nan] * len(share))
-        with np.errstate(all="ignore"):
-            more = (losses.by_chain - of_line) / losses.of_constant.mean()
-        error = more.std(axis=1, ddof=1) / more.shape[1] ** 0.5
-        behind = more.mean(axis=1) - 2 * error
-        return cls(share, float(losses.share(of_line)), behind.tolist())
 
 
 def losses_by_site(
@@ -120,25 +90,6 @@ def losses_by_site(
             classes=classes,
         )
     return losses
-
-
-def losses_of_linear_model(
-    x: np.ndarray, y: np.ndarray, classes: bool
-) -> np.ndarray | None:
-    """Losses (n,) of least squares on inputs x (n, D), each row predicted from all
-    others; ``None`` for fewer than three rows for each coefficient.
-    """
-    targets = y.reshape(len(y), -1).astype(np.float64)
-    if classes:
-        targets = (y.reshape(-1, 1) == np.unique(y)).astype(np.float64)
-    line = least_squares(x)
-    if line is None:
-        return None
-    left_out = line.residuals(targets)
-    if classes:
-        scores = targets - left_out
-        return (scores.argmax(axis=1) != targets.argmax(axis=1)).astype(np.float64)
-    return (left_out**2).mean(axis=1)
 
 
 class Halves(NamedTuple):
@@ -281,6 +232,11 @@ class Result:
                     sd = shifted.std(axis=0) + (np.ptp(shifted, axis=0) == 0)
                     scales[str(name)] = x[0] + shifted.mean(axis=0), sd
         return scales
+
+    @property
+    def size(self) -> int:
+        """Parameters P, those that are functions of others too."""
+        return sum(value[0, 0].size for value in self.numeric("posterior"))
 
     def numbers(self, name: str) -> np.ndarray:
         """The numbers of an attribute, maybe none."""
@@ -427,22 +383,52 @@ class Result:
         return losses_by_site(self.means("posterior_predictive"), self.targets)
 
     @cached_property
-    def explained(self) -> dict[str, Explained]:
-        """What each chain explains of each observed site, and a linear model: of the
-        predictions in the result, or as an attribute says.
+    def explained(self) -> dict[str, np.ndarray]:
+        """The share that each chain explains of each observed site: of the predictions
+        in the result, or as an attribute says.
         """
         explained = {}
-        recorded = json.loads(self.about.get("explained", "{}"))
-        for site, (share, line, behind) in recorded.items():
-            of_chains = np.array([share, behind])
+        for site, shares in json.loads(
+            self.about.get("explained_by_chains", "{}")
+        ).items():
             # an estimator leaves out chains at fault, and does not record them
-            if of_chains.shape[1] != len(self.chains):
-                of_chains = of_chains[:, self.positions]
-            explained[site] = Explained(of_chains[0], line, of_chains[1])
-        if explained:
-            return explained
-        for site, losses in self.losses.items():
-            size = len(self.targets[site])
-            tables = [x for x in self.inputs.values() if len(x) == size]
-            explained[site] = Explained.of(losses, tables)
+            whole = len(shares) == len(self.chains)
+            explained[site] = np.array(shares)[slice(None) if whole else self.positions]
+        if not explained:
+            for site, losses in self.losses.items():
+                explained[site] = losses.share(losses.by_chain)
         return explained
+
+    def behind(self) -> dict[str, Behind | None]:
+        """Of each observed site whether a simple model predicts rows better, each from
+        the others, than the draws of sound chains; of sites of which they tell.
+
+        Nothing of estimators, whose densities may be of targets in other units.
+        """
+        compared: dict[str, Behind | None] = {}
+        if self.about.get("standardized_inside"):
+            return compared
+        for site, densities in self.arrays("log_likelihood").items():
+            y = self.targets.get(site)
+            if y is None or not y.ndim or densities.ndim == 2 or not self.sound:
+                continue
+            # a mask has left out the others
+            seen = np.flatnonzero(np.isfinite(y).reshape(len(y), -1).all(axis=1))
+            if densities.shape[2] == len(y):
+                densities = densities[:, :, seen]
+            if densities.shape[2] != len(seen) or not len(seen):
+                continue
+            some = spread(len(seen), ROWS_LEFT_OUT)
+            draws = spread(self.draws, DRAWS_LEFT_OUT // len(self.sound))
+            scores = densities[self.sound][:, draws[:, None], some].astype(np.float64)
+            scores = scores.reshape(-1, len(some), densities[0, 0, 0].size).sum(axis=2)
+            rows = seen[some]
+            inputs = [x[rows] for x in self.inputs.values() if len(x) == len(y)]
+            kind = "numbers" if y.dtype.kind == "f" else "counts"
+            classes = f"{site}_probs" in self.means(self._predicted)
+            if kind == "counts" and (classes or y.max() <= 1):
+                kind = "classes"
+            if all(np.isfinite(values).all() for values in (scores, *inputs)):
+                scores = scores_without(scores)
+                compared[site] = behind(scores, inputs, y[rows], kind)
+        return compared

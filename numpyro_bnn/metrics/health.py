@@ -23,6 +23,7 @@ from numpyro_bnn.metrics._inputs import (
     table,
 )
 from numpyro_bnn.metrics._result import Result
+from numpyro_bnn.metrics.left_out import MAX_NATS_BEHIND
 
 # draws of a chain below which R-hat, ESS and averages over draws are mostly noise
 MIN_DRAWS = 100
@@ -33,8 +34,8 @@ MIN_STEPS = 1000  # of a chain before they are called few
 MAX_RELATIVE_RANGE = 1e-4
 MAX_PARAMETERS = 256  # that are read to see whether a chain is frozen
 MAX_SHARE_LOST = 0.75  # of what a member explains, before a chain counts as trapped
-MAX_SHARE_BEHIND_LINE = 0.1  # of the targets that a linear model explains
 MAX_RHAT = 1.1
+MAX_REFUSED = 0.5  # of the steps of a chain that says the same as the others
 # Of an observation. Half of what a score of predictions must fall behind to matter: a
 # chain alone costs so much, all of them together less.
 MAX_NATS_APART = 0.1
@@ -387,9 +388,15 @@ def restarts(result: Result) -> Measurement | None:
 
 @check(SMALLER_OR_NON_CENTERED, 1)
 def refused_steps(result: Result) -> Measurement | None:
+    """A note where few are refused, or fewer than half and chains do not differ in
+    what they predict.
+    """
     words = "chain {1} refused {0:.0%} of its steps"
     largest = attribute(result, "refused_steps", 0.05, words)
-    return largest.as_note() if largest and largest.value <= 0.1 else largest
+    if largest is None or not largest.value <= MAX_REFUSED:
+        return largest
+    few = largest.value <= 0.1 or nats_apart(result) <= MAX_NATS_APART
+    return largest.as_note() if few else largest
 
 
 @check(f"{SMALLER}; take larger batches, and more warm-up.", MIN_DRAWS)
@@ -445,8 +452,7 @@ def fit(result: Result) -> Measurement | None:
     left_member = _left_member(result)
     at_fault: set[int] = set()
     measurements = []
-    for site, explained in result.explained.items():
-        share = np.array(explained.share)
+    for site, share in result.explained.items():
         best = np.full(len(share), np.fmax.reduce(share))
         good = best
         if site in members:
@@ -488,39 +494,45 @@ def _left_member(result: Result) -> np.ndarray:
     for values in densities.values():
         by_draw = values.reshape(*values.shape[:2], -1).sum(axis=2, dtype=np.float64)
         totals += by_draw.mean(axis=1)
-    size = sum(value[0, 0].size for value in result.numeric("posterior"))
-    return ~(members[result.positions] - totals <= size / 2)  # also if one is NaN
+    return ~(members[result.positions] - totals <= result.size / 2)  # also if NaN
 
 
 @check(
-    "It has not learned: take more steps, or another method; compare with a linear "
-    "model."
+    "If it has not learned, take more steps; if it has learned noise, a narrower prior "
+    "or a smaller network; or another method."
 )
 def linear(result: Result) -> Measurement | None:
-    """What a linear model explains, each row predicted from the others, and a chain
-    does not, less two standard errors.
+    """By how much a constant or a linear model predicts rows better, each from the
+    others.
     """
     if result.draws < MIN_DRAWS:
         return None
     measurements = []
-    for site, explained in result.explained.items():
-        if explained.line is not None:
+    for site, better in result.behind().items():
+        words = f"no simple model is clearly better at left-out rows of {site}"
+        nats = 0.0
+        if better is not None:
+            nats = better.nats
             words = (
-                f"a linear model explains {explained.line:.0%} of {site} at the "
-                f"training rows, chain {{1}} {{own:.0%}}"
+                f"{better.model} predicts each row of {site} from the others better "
+                f"by {nats:.2g} nats"
             )
-            own = np.maximum(explained.share, 0)
-            behind = explained.behind_line
-            measurements.append(
-                worst(result, behind, MAX_SHARE_BEHIND_LINE, words, own=own)
-            )
-    return max(filter(None, measurements), key=lambda m: m.value, default=None)
+        measurements.append(at_most(nats, MAX_NATS_BEHIND, words))
+    return max(measurements, key=lambda m: m.value, default=None)
 
 
 @check(f"Too few steps, or too small ones: {MORE}", MIN_DRAWS)
 def covered(result: Result) -> Measurement | None:
+    """A note where all that is missing is worth little: a chain at rest has P / 2 nats
+    more than its mode, shared by all observations.
+    """
     words = "chain {1} covers {0:.0%} of the posterior variance"
-    return attribute(result, "variance_covered", 0.25, words, below=True)
+    least = attribute(result, "variance_covered", 0.25, words, below=True)
+    observations = sum(y.size for y in result.targets.values())
+    if least is None or not observations:
+        return least
+    missing = (1 - least.value) * result.size / (2 * observations)
+    return least.as_note() if missing <= MAX_NATS_APART else least
 
 
 @check(f"Too few steps: {MORE}")
@@ -543,6 +555,11 @@ def max_of(costs: Iterable[np.ndarray]) -> float:
     """The largest of all; NaN if one is, or there is none."""
     largest = [cost.max() for cost in costs]
     return float(np.max(largest)) if largest else float("nan")
+
+
+def nats_apart(result: Result) -> float:
+    """What it costs an observation to predict it by the worst half of a chain."""
+    return max_of(halves.costs() for halves in result.halves())
 
 
 def _largest_rhat(function: Entries) -> float:
@@ -571,7 +588,7 @@ def rhat(result: Result) -> Measurement | None:
         chains = [function._replace(draws=chain[None]) for chain in function.draws]
         largest = max(chain.worst(_arviz.rhat) for chain in chains)
         words += f" (at most {largest:.3g} within a chain)"
-    apart = max_of(halves.costs() for halves in result.halves())
+    apart = nats_apart(result)
     if not apart <= MAX_NATS_APART:
         return at_most(value, limit, words)
     words += f"; no half of a chain costs an observation more than {apart:.2g} nats"

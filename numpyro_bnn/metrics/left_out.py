@@ -8,21 +8,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpyro.distributions as dist
-from scipy.special import gammaln
+from scipy.special import gammaln, logsumexp
 
+from numpyro_bnn._arviz import pareto_smoothed
 from numpyro_bnn._checks import outside
 from numpyro_bnn._types import ArrayLike, Floats
 from numpyro_bnn.metrics._inputs import HealthWarning
 
 # A linear model is fitted to at least so many rows for each of its coefficients.
 ROWS_PER_COEFFICIENT = 3
-MIN_ROWS = 50  # below, two standard errors of a score mean little
+MIN_ROWS = 20  # below, two standard errors of a score mean little
 MAX_ROWS = 2000  # that are read
 # Of an element of an observation, beyond two standard errors. Half of what a score of
 # predictions must fall behind to matter.
 MAX_NATS_BEHIND = 0.1
 MIN_RELATIVE_SCALE = 1e-3  # of the targets that a density resolves
 MIN_SHARE = 0.1  # of a class, against equal ones, where least squares gives less
+MAX_SHARE_AT_BORDER = 0.1  # of numbers that have a density
+# Importance weights of a row with a larger shape of their tail say little; so many rows
+# of a fit may have them.
+MAX_PARETO_K, MAX_SHARE_UNKNOWN = 0.7, 0.2
 
 
 class LeastSquares(NamedTuple):
@@ -66,9 +71,14 @@ def least_squares(x: Floats) -> LeastSquares | None:
 
 
 def _of_numbers(line: LeastSquares, y: Floats) -> Floats | None:
-    """Student's t around the line: the predictive density without prior knowledge."""
+    """Student's t around the line: the predictive density without prior knowledge.
+
+    ``None`` for a constant, and where numbers pile up at a border: those that are
+    censored, or zeros of a likelihood of two parts, have probabilities.
+    """
     spread = y.std()
-    if spread == 0:
+    borders = (y == y.min()).mean(), (y == y.max()).mean()
+    if max(borders) > MAX_SHARE_AT_BORDER:
         return None
     residual, left = line.residuals(y[:, None])[:, 0], line.left[:, 0]
     squares = np.sum((residual * left) ** 2) - residual**2 * left
@@ -118,28 +128,36 @@ class Behind(NamedTuple):
     model: str
 
 
-def behind(scores: Floats, x: Floats, y: Floats, kind: str) -> Behind | None:
+def behind(
+    scores: Floats, inputs: Sequence[ArrayLike], targets: ArrayLike, kind: str
+) -> Behind | None:
     """Whether rows that were left out are predicted clearly worse by a fit than by a
     constant or a linear model; the better one, or ``None``.
 
     :param scores: (n,) log score of each row under the fit without it.
-    :param x: inputs (n, D), maybe none; ``y``: targets (n, M).
+    :param inputs: arrays (n, ...), maybe none.
+    :param targets: (n, ...).
     :param kind: of the targets, in :data:`KINDS`.
 
     >>> rng = np.random.default_rng(0)
     >>> x = rng.normal(size=(200, 1))
     >>> y = 2 * x + rng.normal(size=(200, 1))
-    >>> better = behind(-2 * np.square(y[:, 0]), x, y, "numbers")
-    >>> better.model, behind(-1 - np.square(y - 2 * x)[:, 0] / 2, x, y, "numbers")
+    >>> better = behind(-2 * np.square(y[:, 0]), [x], y, "numbers")
+    >>> better.model, behind(-1 - np.square(y - 2 * x)[:, 0] / 2, [x], y, "numbers")
     ('a linear model', None)
     """
     if len(scores) < MIN_ROWS:
         return None
     if not np.isfinite(scores).all():
         return Behind(float("nan"), "any other model")
+    y, *tables = (
+        np.asarray(array, np.float64).reshape(len(scores), -1)
+        for array in (targets, *inputs)
+    )
+    x = np.column_stack([y[:, :0], *tables])
     largest, worst = MAX_NATS_BEHIND * y.shape[1], None
-    for name, inputs in (("a constant", x[:, :0]), ("a linear model", x)):
-        line = least_squares(inputs)
+    for name, columns in (("a constant", x[:, :0]), ("a linear model", x)):
+        line = least_squares(columns)
         if line is None:
             continue
         by_column = [KINDS[kind](line, column) for column in y.T]
@@ -151,6 +169,24 @@ def behind(scores: Floats, x: Floats, y: Floats, kind: str) -> Behind | None:
         if more.mean() > max(largest, error):
             largest, worst = more.mean(), Behind(float(more.mean()), name)
     return worst
+
+
+def scores_without(log_densities: Floats) -> Floats:
+    """Log scores (n,) of rows under the posterior without each of them, by importance
+    sampling; where draws do not tell, those with them, which are larger.
+
+    :param log_densities: (S, n) of the rows under each draw.
+
+    Reference: Vehtari, Gelman & Gabry (2017), equation 10.
+
+    >>> densities = np.random.default_rng(0).normal(size=(1000, 3))
+    >>> scores_without(densities).round().tolist()  # each mean is a half, minus one
+    [-1.0, -1.0, -1.0]
+    """
+    log_weights, k = pareto_smoothed(-log_densities.T)
+    if not (k > MAX_PARETO_K).mean() <= MAX_SHARE_UNKNOWN:
+        log_weights = np.full_like(log_weights, -np.log(len(log_densities)))
+    return np.asarray(logsumexp(log_weights + log_densities.T, axis=1))
 
 
 def unless_interrupted(call: str, check: Callable, *values: Any) -> None:
@@ -179,16 +215,11 @@ def warn_if_behind(
     :param fn: a distribution of the targets.
     :param instead: what to do about it.
     """
-    y = np.asarray(targets, np.float64)
-    y = y.reshape(len(y), -1)
-    tables = [np.zeros((len(y), 0))]
-    for array in map(np.asarray, inputs):
-        if array.dtype.kind in "fiub":
-            tables.append(array.reshape(len(y), -1).astype(np.float64))
+    tables = [array for array in inputs if np.asarray(array).dtype.kind in "fiub"]
     kind = "numbers"
     if fn.support.is_discrete:
         kind = "classes" if fn.has_enumerate_support else "counts"
-    better = behind(np.asarray(scores, np.float64), np.column_stack(tables), y, kind)
+    better = behind(np.asarray(scores, np.float64), tables, targets, kind)
     if better is not None:
         message = (
             f"{call}: {better.model}, which predicts each row from the others, is "

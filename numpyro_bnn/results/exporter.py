@@ -14,7 +14,7 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside, unknown_name
 from numpyro_bnn._types import HostArrays, PyTree, Trees
 from numpyro_bnn.metrics._inputs import spread
-from numpyro_bnn.metrics._result import DRAWS, ROWS, Result, losses_by_site
+from numpyro_bnn.metrics._result import DRAWS, ROWS, Losses, Result, losses_by_site
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.sites import Sites, safe
 from numpyro_bnn.results.arguments import for_prediction
@@ -154,9 +154,7 @@ class Exporter:
         )
 
     def _judged_at_some_rows(self, groups: Trees, rng_key: Array) -> dict[str, str]:
-        """What chains and a linear model explain of some rows, where all are too many
-        to be predicted.
-        """
+        """What chains explain of some rows, where all are too many to be predicted."""
         observed, sites = groups["observed_data"], self.layout.sites
         redrawn = self.replay.redrawn
         dims = {observed[safe(site)].dims[:1] for site in redrawn}
@@ -193,10 +191,9 @@ class Exporter:
             "posterior": posterior,
             "posterior_predictive": predicted["predictions"],
             "observed_data": observed.isel({dim: rows}),
-            "constant_data": inputs,
         }
-        explained = Result(_arviz.inference_data(some_groups)).explained
-        return {"explained": json.dumps(explained)} if explained else {}
+        losses = Result(_arviz.inference_data(some_groups)).losses
+        return {"explained_by_chains": _shares(losses)} if losses else {}
 
     def check_labels(
         self,
@@ -283,10 +280,7 @@ def _judged(values: Groups, observed: HostArrays) -> dict[str, str]:
     for (site, ending), value in values["predictions"].items():
         if ending:
             means[safe(site) + ending] = value[:, None]
-    explained = {}
-    for site, losses in losses_by_site(means, observed).items():
-        explained[site] = losses.share(losses.by_chain).tolist()
-    attrs = {"explained_by_members": json.dumps(explained)}
+    attrs = {"explained_by_members": _shares(losses_by_site(means, observed))}
     if densities := values.get("log_likelihood"):
         totals = [
             value.reshape(len(value), -1).sum(axis=1) for value in densities.values()
@@ -294,3 +288,11 @@ def _judged(values: Groups, observed: HostArrays) -> dict[str, str]:
         total = np.sum(totals, axis=0, dtype=np.float64)
         attrs["log_likelihood_of_members"] = json.dumps(total.tolist())
     return attrs
+
+
+def _shares(losses: Mapping[str, Losses]) -> str:
+    """An attribute: the share that each chain explains, by site."""
+    explained = {}
+    for site, of_site in losses.items():
+        explained[site] = of_site.share(of_site.by_chain).tolist()
+    return json.dumps(explained)

@@ -131,7 +131,8 @@ def test_examples_of_docstrings_run(room):
     for path in SOURCES:
         parts = path.relative_to(ROOT / NAME).with_suffix("").parts
         of_room = parts[0] if parts[0] in ROOMS else NAME
-        if of_room == room and ">>>" in path.read_text():
+        extra = path.stem == "skpro" and importlib.util.find_spec("skpro") is None
+        if of_room == room and ">>>" in path.read_text() and not extra:
             module = module_of(path)
             for test in doctest.DocTestFinder().find(module, module.__name__):
                 runner.run(test, out=report.write)
