@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 help:
 	@echo "make demo   from a raw table of penguins to intervals, beside boosting and a deep ensemble; a picture in output/ (one to two minutes)"
 	@echo "make test   run the linter, the type checker, every contract and the README: five to eight minutes on two cores"
-	@echo "make test-all  run everything: all rows, calibration, long fits, every example and page (more than an hour on two cores)"
+	@echo "make test-all  run everything: all rows, calibration, long fits, every example and page (three quarters of an hour on two cores)"
 	@echo "make unit   run only the tests of make test"
 	@echo "make lint   run only the linter and the type checker"
 	@echo "make truth  cross models of known posteriors with every kernel and guide, write docs/what_works.md (half an hour)"

@@ -175,7 +175,8 @@ class LinearizedPredictive(Predictive):
             if summary == "log_density":
                 y = rows[1].reshape(f["loc"].shape)
                 return (output.likelihood.log_density(output, cov, y),)
-            means, cov, weights = given_log_scales(f, cov)
+            means, cov, shares = given_log_scales(f, cov)
+            weights = jnp.asarray(shares, float)
             sds = jnp.sqrt(jnp.diagonal(cov, axis1=2, axis2=3))
             means, sds = (means[..., 0], sds[..., 0]) if single else (means, sds)
             return SUMMARIES[summary]((means, sds), weights, *rows[1:], *options)

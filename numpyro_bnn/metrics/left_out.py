@@ -19,9 +19,8 @@ from numpyro_bnn.metrics._inputs import HealthWarning
 ROWS_PER_COEFFICIENT = 3
 MIN_ROWS = 20  # below, two standard errors of a score mean little
 MAX_ROWS = 2000  # that are read
-# Of an element of an observation, beyond two standard errors. Half of what a score of
-# predictions must fall behind to matter.
-MAX_NATS_BEHIND = 0.1
+# Of an element of an observation, beyond two standard errors.
+MAX_NATS_BEHIND = 0.05
 MIN_RELATIVE_SCALE = 1e-3  # of the targets that a density resolves
 MIN_SHARE = 0.1  # of a class, against equal ones, where least squares gives less
 MAX_SHARE_AT_BORDER = 0.1  # of numbers that have a density

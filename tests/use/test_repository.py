@@ -331,7 +331,7 @@ def test_data_that_ship_have_their_license():
 # -- weight ----------------------------------------------------------------------------
 
 # of code, without comments and docstrings: wrapping and good names cost nothing
-MAX_TOKENS = 308_650
+MAX_TOKENS = 309_460
 MAX_ANY = 690  # annotations that say nothing; shared names of types are in `_types`
 FUNCTION_LINES, PUBLIC_NAMES = 95, 200  # of the longest function at 88 columns
 

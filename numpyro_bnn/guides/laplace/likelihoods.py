@@ -1,15 +1,20 @@
 r"""Likelihoods in a Gauss-Newton approximation: a class for each, with its natural
 outputs f, a root of their Fisher information, and its predictions.
 
-============  =======================  ==========================================
-distribution  outputs f                Fisher information
-============  =======================  ==========================================
-Normal        loc, log scale           :math:`\mathrm{diag}(\sigma^{-2}, 2)`
-Bernoulli     logits                   :math:`p (1 - p)`
-Categorical   logits                   :math:`\mathrm{diag}(p) - p p^\top`
-Poisson       log rate                 the rate
-Gamma         log mean, log shape      :math:`\mathrm{diag}(a, a^2 \psi'(a) - a)`
-============  =======================  ==========================================
+=================  ===================  ============================================
+distribution       outputs f            Fisher information
+=================  ===================  ============================================
+Normal             loc, log scale       :math:`\mathrm{diag}(\sigma^{-2}, 2)`
+StudentT           loc, log scale       :math:`\mathrm{diag}((\nu + 1) \sigma^{-2},
+                                        2 \nu) / (\nu + 3)`
+Bernoulli          logits               :math:`p (1 - p)`
+Binomial           logits               :math:`n p (1 - p)`
+Categorical        logits               :math:`\mathrm{diag}(p) - p p^\top`
+Poisson            log rate             the rate
+Gamma              log mean, log shape  :math:`\mathrm{diag}(a, a^2 \psi'(a) - a)`
+NegativeBinomial2  log mean, log shape  :math:`m = \mu a / (\mu + a)`, and :math:`a^2
+                                        E[\psi'(a) - \psi'(a + y)] - m`
+=================  ===================  ============================================
 
 The Fisher information does not depend on how a model writes its parameters, so that
 ``probs`` and ``logits`` give the same approximation; for logits, rates and a fixed
@@ -42,6 +47,7 @@ from numpyro_bnn.guides.blocks import cut
 CALL = "guides.AutoLaplace"
 # of an integral over one output; four times as many for two, or for several log scales
 QUADRATURE_NODES = 64
+LOG_STEP = 0.25  # of the nodes of integrals over a logarithm
 
 
 class ObservedRows(NamedTuple):
@@ -109,24 +115,37 @@ def observed_rows(
 
 
 class NaturalOutputs(ABC):
-    """A row of the table. A new likelihood is a subclass with the four abstract
-    methods, and an entry of :data:`LIKELIHOODS`; everything else follows.
+    """A row of the table. A new likelihood is a subclass with :meth:`parameters` and
+    the three abstract methods, and an entry of :data:`LIKELIHOODS`; everything else
+    follows.
 
     :cvar classes: the distributions it knows, without ``to_event``, ``expand`` and
         ``mask``.
+    :cvar constants: names of the outputs that must not depend on the weights.
     """
 
     classes: ClassVar[tuple[type, ...]] = ()
+    constants: ClassVar[tuple[str, ...]] = ()
 
     def takes(self, fn: dist.Distribution) -> bool:
         """Whether a distribution is of this kind."""
         return isinstance(unwrapped(fn, masked=True), self.classes)
 
-    @abstractmethod
     def natural(self, fn: dist.Distribution) -> Values:
         """The natural outputs by name, each shaped like ``fn.shape()``, with an axis of
-        K for classes: a location, then what says how much values vary around it.
+        K for classes.
         """
+        base = unwrapped(fn, masked=True)
+        rank, outputs = len(base.batch_shape), {}
+        for name, f in self.parameters(base).items():
+            outputs[name] = jnp.broadcast_to(f, fn.shape() + jnp.shape(f)[rank:])
+        return outputs
+
+    def parameters(self, base: Any) -> Values:
+        """The natural outputs of one of its distributions: a location, then what says
+        how much values vary around it.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def distribution(self, f: Values) -> dist.Distribution:
@@ -170,9 +189,7 @@ class NaturalOutputs(ABC):
         for name, change in zip(rows.used, changes, strict=True):
             at_nodes[name] += change
         density = self.distribution(at_nodes).log_prob(value)
-        # far nodes too: their weights would be 0 in float32
-        log_weights = jnp.asarray(np.log(weights), float)
-        return logsumexp(density + log_weights[:, None, None], axis=0)
+        return logsumexp(density + _logs(weights)[:, None, None], axis=0)
 
 
 class NormalOutputs(NaturalOutputs):
@@ -208,7 +225,31 @@ class NormalOutputs(NaturalOutputs):
         away = jnp.where(unmasked, value - means, 0.0)
         density = dist.MultivariateNormal(covariance_matrix=cov).log_prob(away)
         unknown = 0.5 * jnp.log(2 * jnp.pi) * jnp.sum(~unmasked, axis=1)
-        return logsumexp(density, axis=0, b=weights[:, None]) + unknown
+        return logsumexp(density + _logs(weights)[:, None], axis=0) + unknown
+
+
+class StudentTOutputs(NaturalOutputs):
+    """Numbers with heavy tails, of known degrees of freedom; the scale is
+    log-normal.
+    """
+
+    classes = (dist.StudentT,)
+    constants = ("df",)
+
+    def parameters(self, base: dist.StudentT) -> Values:
+        return {"loc": base.loc, "log_scale": jnp.log(base.scale), "df": base.df}
+
+    def distribution(self, f: Values) -> dist.Distribution:
+        return dist.StudentT(f["df"], f["loc"], jnp.exp(f["log_scale"]))
+
+    def information(self, f: Values) -> Values:
+        df = f["df"]
+        of_loc = jnp.sqrt((df + 1) / (df + 3)) * jnp.exp(-f["log_scale"])
+        return {"loc": of_loc, "log_scale": jnp.sqrt(2 * df / (df + 3))}
+
+    def predicted(self, f: Values, v: Values) -> tuple[Array, Array]:
+        df, squares = f["df"], jnp.exp(2 * f["log_scale"] + 2 * v["log_scale"])
+        return f["loc"], v["loc"] + jnp.where(df > 2, squares * df / (df - 2), jnp.inf)
 
 
 class LogitOutputs(NaturalOutputs):
@@ -218,10 +259,8 @@ class LogitOutputs(NaturalOutputs):
 
     family: ClassVar[Any]
 
-    def natural(self, fn: dist.Distribution) -> Values:
-        base = unwrapped(fn, masked=True)
-        classes = base.logits.shape[len(base.batch_shape) :]
-        return {"logits": jnp.broadcast_to(base.logits, fn.shape() + classes)}
+    def parameters(self, base: dist.BernoulliLogits) -> Values:
+        return {"logits": base.logits}
 
     def distribution(self, f: Values) -> dist.Distribution:
         return self.family(f["logits"])
@@ -243,6 +282,28 @@ class BernoulliOutputs(LogitOutputs):
     def information(self, f: Values) -> Values:
         logits = f["logits"]
         return {"logits": jnp.sqrt(jax.nn.sigmoid(logits) * jax.nn.sigmoid(-logits))}
+
+
+class BinomialOutputs(BernoulliOutputs):
+    """Successes of a known number of trials."""
+
+    classes = (dist.BinomialLogits, dist.BinomialProbs)
+    constants = ("trials",)
+
+    def parameters(self, base: dist.BinomialLogits) -> Values:
+        trials = jnp.asarray(base.total_count, float)
+        return {"logits": base.logits, "trials": trials}
+
+    def distribution(self, f: Values) -> dist.Distribution:
+        return dist.Binomial(f["trials"], logits=f["logits"])
+
+    def information(self, f: Values) -> Values:
+        return {"logits": jnp.sqrt(f["trials"]) * super().information(f)["logits"]}
+
+    def predicted(self, f: Values, v: Values) -> tuple[Array, Array]:
+        """Also the variance of the chance, by its slope at the mean."""
+        n, (p, of_one) = f["trials"], super().predicted(f, v)
+        return n * p, n * of_one + n * (n - 1) * v["logits"] * jnp.square(of_one)
 
 
 class CategoricalOutputs(LogitOutputs):
@@ -274,9 +335,8 @@ class PoissonOutputs(NaturalOutputs):
 
     classes = (dist.Poisson,)
 
-    def natural(self, fn: dist.Distribution) -> Values:
-        log_rate = jnp.log(unwrapped(fn, masked=True).rate)
-        return {"log_rate": jnp.broadcast_to(log_rate, fn.shape())}
+    def parameters(self, base: dist.Poisson) -> Values:
+        return {"log_rate": jnp.log(base.rate)}
 
     def distribution(self, f: Values) -> dist.Distribution:
         return dist.Poisson(jnp.exp(f["log_rate"]))
@@ -296,11 +356,9 @@ class GammaOutputs(NaturalOutputs):
 
     classes = (dist.Gamma,)
 
-    def natural(self, fn: dist.Distribution) -> Values:
-        base = unwrapped(fn, masked=True)
+    def parameters(self, base: dist.Gamma) -> Values:
         log_shape = jnp.log(base.concentration)
-        outputs = {"log_mean": log_shape - jnp.log(base.rate), "log_shape": log_shape}
-        return {name: jnp.broadcast_to(f, fn.shape()) for name, f in outputs.items()}
+        return {"log_mean": log_shape - jnp.log(base.rate), "log_shape": log_shape}
 
     def distribution(self, f: Values) -> dist.Distribution:
         shape = jnp.exp(f["log_shape"])
@@ -321,12 +379,47 @@ class GammaOutputs(NaturalOutputs):
         return mean, mean**2 * (jnp.expm1(v["log_mean"]) + noise)
 
 
+class NegativeBinomialOutputs(GammaOutputs):
+    """Counts of mean mu and variance mu + mu^2 / a, a the concentration: Poisson of
+    Gamma rates.
+    """
+
+    classes = (dist.GammaPoisson,)
+
+    def distribution(self, f: Values) -> dist.Distribution:
+        rate = super().distribution(f).rate
+        return dist.GammaPoisson(jnp.exp(f["log_shape"]), rate)
+
+    def information(self, f: Values) -> Values:
+        """Trigamma functions are Laplace transforms of t / (1 - exp(-t)), so that their
+        means over counts follow from the generating function of these.
+
+        The integral over a t > 0 is one over its logarithm, by the trapezoidal rule.
+        """
+        mean, a = jnp.exp(f["log_mean"]), jnp.exp(f["log_shape"])
+        nodes = np.exp(np.arange(-30.0, 5.0, LOG_STEP))
+        scaled = jnp.asarray(nodes, float).reshape(-1, *[1] * mean.ndim)
+        t, left = scaled / a, -jnp.expm1(-scaled / a)
+        seen = -jnp.expm1(-a * jnp.log1p(mean / a * left))
+        mass = scaled * jnp.exp(-scaled) * (t / left * seen + jnp.expm1(-mean * t))
+        of_shape = jnp.maximum(LOG_STEP * a * jnp.sum(mass, axis=0), 0.0)
+        of_mean = mean * a / (mean + a)
+        return {"log_mean": jnp.sqrt(of_mean), "log_shape": jnp.sqrt(of_shape)}
+
+    def predicted(self, f: Values, v: Values) -> tuple[Array, Array]:
+        rate, variance = super().predicted(f, v)
+        return rate, rate + variance
+
+
 LIKELIHOODS: tuple[NaturalOutputs, ...] = (
     NormalOutputs(),
+    StudentTOutputs(),
     BernoulliOutputs(),
+    BinomialOutputs(),
     CategoricalOutputs(),
     PoissonOutputs(),
     GammaOutputs(),
+    NegativeBinomialOutputs(),
 )
 
 
@@ -345,6 +438,13 @@ def likelihood_of(site: Site) -> NaturalOutputs:
         "others."
     )
     raise argument_error(CALL, "model", got, instead)
+
+
+def _logs(weights: np.ndarray) -> Array:
+    """Logarithms of the weights of nodes, also of far ones, which would be 0 in
+    float32.
+    """
+    return jnp.asarray(np.log(weights), float)
 
 
 def covariance_root(cov: Array) -> Array:
@@ -372,7 +472,7 @@ def gaussian_nodes(size: int) -> tuple[np.ndarray, np.ndarray]:
 
 def given_log_scales(
     f: Values, cov: Array, fixed: bool = False
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, np.ndarray]:
     """Observations (R, K) as a mixture of M Gaussians, each given the log scales:
     means, covariances, weights.
 
@@ -395,4 +495,4 @@ def given_log_scales(
     means = loc + jnp.einsum("rke,me->mrk", gain, nodes)
     noise = jnp.exp(2 * (log_scale + jnp.einsum("rke,me->mrk", root, nodes)))
     left = cov[:, :size, :size] - gain @ jnp.swapaxes(gain, 1, 2)
-    return means, left + noise[..., None] * jnp.eye(size), jnp.asarray(weights, float)
+    return means, left + noise[..., None] * jnp.eye(size), weights

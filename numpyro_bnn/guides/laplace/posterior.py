@@ -571,6 +571,10 @@ def _observed_sites(
         noise: set[str] = set()
         for (observed_name, output), latent in by_output.items():
             if observed_name == name and latent & moving:
+                if output in likelihood_of(site).constants:
+                    got = f"the observed site {name!r} with a random `{output}`"
+                    instead = f"Give a number for `{output}`."
+                    raise argument_error(CALL, "model", got, instead)
                 noise |= latent if used else set()
                 used.append(output)
         if used:
