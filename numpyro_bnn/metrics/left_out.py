@@ -26,7 +26,7 @@ MIN_SHARE = 0.1  # of a class, against equal ones, where least squares gives les
 MAX_SHARE_AT_BORDER = 0.1  # of numbers that have a density
 # Importance weights of a row with a larger shape of their tail say little; so many rows
 # of a fit may have them.
-MAX_PARETO_K, MAX_SHARE_UNKNOWN = 0.7, 0.2
+MAX_PARETO_K, MAX_SHARE_UNKNOWN = 0.7, 0.5
 
 
 class LeastSquares(NamedTuple):
