@@ -152,6 +152,7 @@ class ModeSearch:
         solver = optax.lbfgs()
         flat, unravel = ravel_pytree(v)
 
+        @jax.jit  # traced once for the step and its line search
         def loss(flat: Array) -> Array:
             return self.posterior.potential(batch, unravel(flat), tuned)
 
