@@ -133,7 +133,9 @@ class FullRank(Family):
         scale_tril = numpyro.param(
             f"{block.name}_scale_tril", jnp.diag(block.scale), constraint=constraint
         )
-        return dist.MultivariateNormal(declare_loc(block), scale_tril=scale_tril)
+        # scale_tril meets its constraint, and the check takes twenty programs
+        options = {"scale_tril": scale_tril, "validate_args": False}
+        return dist.MultivariateNormal(declare_loc(block), **options)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,27 @@ def weights(name, *shape):
     return numpyro.sample(name, dist.Normal(0.0, 1.0).expand(shape).to_event())
 
 
+def test_blocks_of_the_precision_of_many_rows_are_exact():
+    """One product makes the precision of few rows, one for each pair of sites this."""
+    random = np.random.default_rng(RANDOM)
+    x = random.normal(size=(3000, 4))
+    design = np.kron(np.c_[x, np.ones(len(x))], np.eye(3))  # of rows and outputs
+    y = design @ random.normal(size=15) + NOISE * random.normal(size=len(design))
+    covariance = np.linalg.inv(design.T @ design / NOISE**2 + np.eye(15))
+    mean = covariance @ design.T @ y / NOISE**2
+
+    def model(x, y=None):
+        w, b = weights("w", 4, 3), weights("b", 3)
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(x @ w + b, NOISE).to_event(1), obs=y)
+
+    mode = {"w": mean[:12].reshape(4, 3), "b": mean[12:]}
+    _, fit = run(model, "full", (x, y.reshape(-1, 3)), mode)
+    tril = np.asarray(fit.params["auto_scale_tril"])
+    close(tril @ tril.T, covariance, rtol=1e-8, atol=1e-12)
+    assert fit.converged
+
+
 # -- time axes -------------------------------------------------------------------------
 
 OUT, SCALE = np.array([1.0, -0.5, 2.0]), 1.5

@@ -223,7 +223,8 @@ class NormalOutputs(NaturalOutputs):
         pairs = unmasked[:, :, None] & unmasked[:, None]
         cov = jnp.where(pairs, cov, jnp.eye(value.shape[1]))
         away = jnp.where(unmasked, value - means, 0.0)
-        density = dist.MultivariateNormal(covariance_matrix=cov).log_prob(away)
+        fn = dist.MultivariateNormal(covariance_matrix=cov, validate_args=False)
+        density = fn.log_prob(away)
         unknown = 0.5 * jnp.log(2 * jnp.pi) * jnp.sum(~unmasked, axis=1)
         return logsumexp(density + _logs(weights)[:, None], axis=0) + unknown
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 from jax import Array
+from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error
@@ -40,8 +41,9 @@ MAX_BEND_RATIO = 0.75
 
 
 class Mode(NamedTuple):
-    """A point v, what was tuned, and all that the evidence depends on there: sums over
-    rows, curvature of the prior, and the log likelihood.
+    """A point v, what was tuned, and all that is computed from the rows there: sums for
+    the precision, curvature of the prior, log p(D | v), and -log p(D, v) with its
+    gradient.
     """
 
     v: Values
@@ -50,6 +52,8 @@ class Mode(NamedTuple):
     curvature: Values  # of sites without Normal prior, (P_s,)
     coupling: Array | None
     log_likelihood: Array
+    loss: Array
+    gradient: Values
 
 
 @dataclass(frozen=True)
@@ -140,13 +144,17 @@ class ModeSearch:
         return v, losses
 
     def _lbfgs(self, batch: Batch, v: Values, tuned: Tuned) -> tuple:
-        """L-BFGS on all rows, until the loss no longer falls."""
+        """L-BFGS on all rows, until the loss no longer falls; of one vector, which is
+        less to compile than many.
+        """
         import optax
 
         solver = optax.lbfgs()
+        flat, unravel = ravel_pytree(v)
 
-        def loss(v: Values) -> Array:
-            return self.posterior.potential(batch, v, tuned)
+        @jax.jit  # traced once for the step and its line search
+        def loss(flat: Array) -> Array:
+            return self.posterior.potential(batch, unravel(flat), tuned)
 
         value_and_grad = optax.value_and_grad_from_state(loss)
 
@@ -155,41 +163,79 @@ class ModeSearch:
             return (since < self.patience) & (epochs < self.num_epochs)
 
         def step(carry: tuple) -> tuple:
-            v, state, losses, best, best_v, since, epochs = carry
-            value, grad = value_and_grad(v, state=state)
+            flat, state, losses, best, best_flat, since, epochs = carry
+            value, grad = value_and_grad(flat, state=state)
             updates, state = solver.update(
-                grad, state, v, value=value, grad=grad, value_fn=loss
+                grad, state, flat, value=value, grad=grad, value_fn=loss
             )
             lower = value < best
             # A step that overflows ends the search at the lowest point so far.
             since = jnp.where(jnp.isfinite(value), since + 1, self.patience)
-            best, best_v = jax.tree.map(
-                lambda new, previous: jnp.where(lower, new, previous),
-                (value, v),
-                (best, best_v),
-            )
+            best = jnp.where(lower, value, best)
+            best_flat = jnp.where(lower, flat, best_flat)
             losses = losses.at[epochs].set(value)
             since = jnp.where(lower, 0, since)
-            v = optax.apply_updates(v, updates)
-            return v, state, losses, best, best_v, since, epochs + 1
+            return flat + updates, state, losses, best, best_flat, since, epochs + 1
 
         losses, zero = jnp.zeros(self.num_epochs), jnp.asarray(0)
-        start = (v, solver.init(v), losses, jnp.asarray(jnp.inf), v, zero, zero)
-        *_, losses, _, best_v, _, epochs = jax.lax.while_loop(go_on, step, start)
-        return best_v, losses, epochs
+        start = (
+            flat,
+            solver.init(flat),
+            losses,
+            jnp.asarray(jnp.inf),
+            flat,
+            zero,
+            zero,
+        )
+        *_, losses, _, best_flat, _, epochs = jax.lax.while_loop(go_on, step, start)
+        return unravel(best_flat), losses, epochs
 
     # -- at a mode ---------------------------------------------------------------------
 
     def measure(self, v: Values, tuned: Tuned) -> Mode:
         """All that is summed over the rows at a mode."""
-        posterior = self.posterior
+        if isinstance(self.structure, FullStructure) and self.rows.plate is None:
+            return self._measure_dense(v, tuned)[0]
         curvature, coupling = self._prior_curvature(v)
         positive: Values = {}
         if self.structure.scales_by_prior:
             positive = self.rows.run_once(self._positive_prior, v, tuned, curvature)
-        sums = self.structure.measure(partial(posterior.sweep, v), positive)
-        log_likelihood = self.rows.total(posterior.log_likelihood, v)
-        return Mode(v, tuned, sums, curvature, coupling, log_likelihood)
+        sums = self.structure.measure(partial(self.posterior.sweep, v), positive)
+        densities = self.rows.total(self._densities, v, tuned)
+        return Mode(v, tuned, sums, curvature, coupling, *densities)
+
+    def _measure_dense(self, v: Values, tuned: Tuned) -> tuple[Mode, Array]:
+        """:meth:`measure`, and the precision (P, P), by one program with all rows."""
+        *parts, precision = self.rows.run(self._dense, None, v, tuned)
+        return Mode(v, tuned, *parts), precision
+
+    def _dense(self, batch: Batch, v: Values, tuned: Tuned) -> tuple:
+        structure: Any = self.structure
+        curvature, coupling = {}, None
+        if self._others:
+            diagonal, coupling, _ = self._curvature(batch, v)
+            curvature = structure.split(diagonal)
+        jac = self.posterior.jacobians(batch, v)
+        sums = structure.measure(lambda fn: fn(jac), {})
+        densities = self._densities(batch, v, tuned)
+        mode = Mode(v, tuned, sums, curvature, coupling, *densities)
+        precision = structure.precision(sums, self.prior(mode), coupling)
+        return *mode[2:], precision
+
+    def _densities(self, batch: Batch, v: Values, tuned: Tuned) -> tuple:
+        """log p(D | v) of these rows, and -log p(D, v) with its gradient, of the prior
+        the share of these rows.
+        """
+        posterior = self.posterior
+
+        def loss(v: Values) -> tuple[Array, Array]:
+            likelihood = posterior.log_likelihood(batch, v, tuned.spread)
+            prior = posterior.log_prior(batch, v, tuned, list(v))
+            total = likelihood + prior / len(self.rows.chunks)
+            return -total, posterior.log_likelihood(batch, v)
+
+        (value, log_likelihood), grads = jax.value_and_grad(loss, has_aux=True)(v)
+        return log_likelihood, value, grads
 
     def prior(self, mode: Mode) -> Values:
         """(P_s,) the diagonal precision of the prior, by site."""
@@ -203,20 +249,8 @@ class ModeSearch:
         return {name: jnp.maximum(value, 1e-6) for name, value in prior.items()}
 
     def gaussian(self, mode: Mode) -> LaplaceGaussian:
-        """The Gaussian at a mode, for its prior precisions, by one program."""
-        return self.rows.run_once(self.gaussian_of, mode)
-
-    def gaussian_of(self, batch: Batch, mode: Mode) -> LaplaceGaussian:
-        """:meth:`gaussian` inside a program."""
+        """The Gaussian at a mode, for its prior precisions, inside a program."""
         return self.structure.gaussian(mode.sums, self.prior(mode), mode.coupling)
-
-    def weight_variances(self, batch: Batch, mode: Mode) -> Values:
-        """Of the weights given their prior scales, inside a program."""
-        prior, variance = self.prior(mode), self.given_scales(mode).variance
-        of_unit = {
-            name: prior[name] * variance[name] for name in self.posterior.learned
-        }
-        return self.posterior.weight_variances(batch, mode.v, of_unit)
 
     def given_scales(self, mode: Mode) -> LaplaceGaussian:
         """The Gaussian given the prior scales that are learned, inside a program."""
@@ -226,18 +260,24 @@ class ModeSearch:
             prior[name] = jnp.full_like(prior[name], HELD_PRECISION)
         return self.structure.gaussian(mode.sums, prior, mode.coupling)
 
+    @property
+    def _others(self) -> list[str]:
+        """Sites of the Gaussian whose prior is not Normal."""
+        return [
+            name for name in self.posterior.sites if name in self.posterior.other_sites
+        ]
+
     def _prior_curvature(self, v: Values) -> tuple[Values, Array | None]:
         """-d^2 log p / dv^2 of sites whose prior is not Normal: its diagonal and, if
         the precision is dense, all the rest.
         """
-        names = set(self.posterior.sites) & set(self.posterior.other_sites)
-        if not names:
+        if not self._others:
             return {}, None
         diagonal, coupling, share = self.rows.run_once(self._curvature, v)
         if share > MAX_MIXED_SHARE:
             got = (
                 f"{self.posterior.sites}, whose joint prior is not independent "
-                f"({', '.join(sorted(names))})"
+                f"({', '.join(sorted(self._others))})"
             )
             instead = 'Use "full", or give these sites independent priors.'
             raise argument_error(CALL, "structure", got, instead)
@@ -247,8 +287,7 @@ class ModeSearch:
         """The diagonal, what is beside it, and the share of others in the diagonal of
         independent priors.
         """
-        posterior, chosen = self.posterior, {}
-        names = [name for name in posterior.sites if name in posterior.other_sites]
+        posterior, chosen, names = self.posterior, {}, self._others
         for name in posterior.sites:
             chosen[name] = jnp.full(v[name].shape, float(name in names))
         of_others = self.structure.flat(chosen)
@@ -285,37 +324,31 @@ class ModeSearch:
         # the last mode, if the precision is positive there
         positive_mode: Mode | None = None
         damping = 1e-3
+        mode, precision = self._measure_dense(mode.v, mode.tuned)
         for _ in (bar := tqdm.tqdm(range(num_steps), disable=not progress_bar)):
-            value, gradient = self.rows.run(self._slope, None, mode.v, mode.tuned)
-            matrix = self._precision_at(mode)
-            distance = _dense_distance(matrix, gradient)
+            gradient = self._flat(mode.gradient)
+            distance = _dense_distance(precision, gradient)
             positive = bool(np.isfinite(distance))
             if losses and distance < NEWTON_DISTANCE_SDS:
                 break
             if positive_mode and not positive:
                 break
             positive_mode = mode if positive else None
-            v, lower, damping = self._damped_step(
-                mode, float(value), _float64(gradient), _float64(matrix), damping
-            )
-            if not lower < value:
+            v, lower, damping = self._damped_step(mode, precision, damping)
+            if not lower < mode.loss:
                 break
             losses.append(lower)
             bar.set_postfix_str(f"loss {lower:.5g}", refresh=False)
-            mode = self.measure(v, mode.tuned)
-        if positive_mode:
-            distance = _dense_distance(self._precision_at(mode), gradient)
-            if not np.isfinite(distance):
-                # the fit became so close that no digits are left
-                return positive_mode, losses[:-1]
+            mode, precision = self._measure_dense(v, mode.tuned)
+        if positive_mode and not np.isfinite(_dense_distance(precision, gradient)):
+            # the fit became so close that no digits are left
+            return positive_mode, losses[:-1]
         return mode, losses
 
     def _damped_step(
         self,
         mode: Mode,
-        value: float,
-        gradient: np.ndarray,
-        matrix: np.ndarray,
+        precision: Array,
         damping: float,
     ) -> tuple[Values, float, float]:
         """A point whose loss is lower, that loss, and the damping that led there.
@@ -326,6 +359,8 @@ class ModeSearch:
         """
         from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
+        value, gradient = float(mode.loss), self._flat(mode.gradient)
+        matrix = _float64(precision)
         diagonal, v, dtype = np.abs(np.diag(matrix)), mode.v, jnp.result_type(float)
         lower, gain, new = np.inf, np.inf, v
         while lower >= value and gain > MIN_GAIN_NATS and damping < MAX_DAMPING:
@@ -354,13 +389,6 @@ class ModeSearch:
             new[name] = v[name] + part
         return self.posterior.potential(batch, new, tuned), new
 
-    def _slope(self, batch: Batch, v: Values, tuned: Tuned) -> tuple:
-        """-log p(D, v) and its gradient, flat."""
-        value, grads = jax.value_and_grad(
-            lambda v: self.posterior.potential(batch, v, tuned)
-        )(v)
-        return value, self.structure.flat(grads)
-
     def _bend(self, batch: Batch, v: Values, step: Array) -> Array:
         posterior = self.posterior
         try:
@@ -373,7 +401,7 @@ class ModeSearch:
 
     # -- the distance from the mode ----------------------------------------------------
 
-    def distance(self, mode: Mode, gradient: np.ndarray) -> float:
+    def distance(self, mode: Mode, gaussian: LaplaceGaussian) -> float:
         r"""From the mode in posterior sds, :math:`\sqrt{g^\top H^{-1} g / P}`, H being
         the whole Gauss-Newton matrix.
 
@@ -381,11 +409,12 @@ class ModeSearch:
         wide. They solve by conjugate gradients, whose partial sums grow to the result,
         and end where the prior bounds what is left.
         """
+        gradient = self._flat(mode.gradient)
         if isinstance(self.structure, FullStructure):
-            return _dense_distance(self._precision_at(mode), gradient)
-        flat = self.structure.flat
-        scale = np.sqrt(_float64(flat(self.gaussian(mode).variance)))
-        prior_floor = scale**2 * np.maximum(_float64(flat(self.prior(mode))), 1e-6)
+            whitened = gradient @ _float64(gaussian.params["*", "scale_tril"])
+            return float(np.sqrt(np.mean(whitened**2)))
+        scale = np.sqrt(self._flat(gaussian.variance))
+        prior_floor = scale**2 * np.maximum(self._flat(self.prior(mode)), 1e-6)
         sweep = partial(self.posterior.sweep, mode.v)
         residual = direction = scale * gradient
         squares, total = residual @ residual, 0.0
@@ -405,22 +434,20 @@ class ModeSearch:
             left = 0.0
         return float(np.sqrt((total + left) / len(scale)))
 
-    def _precision_at(self, mode: Mode) -> np.ndarray:
-        """(P, P) of a dense structure."""
-        return np.asarray(self.rows.run_once(self._precision, mode))
-
-    def _precision(self, batch: Batch, mode: Mode) -> Array:
-        structure: Any = self.structure
-        return structure.precision(mode.sums, self.prior(mode), mode.coupling)
+    def _flat(self, vectors: Values) -> np.ndarray:
+        """(P,) by NumPy: JAX would compile a program for each shape."""
+        return np.concatenate(
+            [np.ravel(_float64(vectors[name])) for name in self.structure.sizes]
+        )
 
 
-def _dense_distance(precision: np.ndarray, gradient: ArrayLike) -> float:
+def _dense_distance(precision: Array, gradient: np.ndarray) -> float:
     """Not finite if rounding, in the precision of the matrix, leaves none positive."""
     from scipy.linalg import LinAlgError, cho_factor, solve_triangular
 
     try:
-        factor, lower = cho_factor(precision, lower=True)
-        whitened = solve_triangular(_float64(factor), _float64(gradient), lower=lower)
+        factor, lower = cho_factor(np.asarray(precision), lower=True)
+        whitened = solve_triangular(_float64(factor), gradient, lower=lower)
     except (LinAlgError, ValueError):  # not positive, or not finite
         return np.inf
     return float(np.sqrt(np.mean(whitened**2)))

@@ -39,6 +39,8 @@ Sweep = Callable[..., Any]
 # of the subspace iteration: products, and vectors beside the wanted ones
 SUBSPACE_ITERATIONS = 4
 OVERSAMPLING = 10
+# numbers of a Jacobian up to which one product costs less than compiling many
+MAX_SMALL_JACOBIAN = 2**17
 
 
 class LaplaceGaussian(NamedTuple):
@@ -364,6 +366,9 @@ class FullStructure(Structure):
         return sweep(self._matrix)
 
     def _matrix(self, jac: Jacobians) -> Array:
+        dense = jnp.concatenate([jac[name].dense() for name in self.sizes], axis=2)
+        if dense.size <= MAX_SMALL_JACOBIAN:
+            return jnp.einsum("bdp,bdq->pq", dense, dense)
         rows = []
         for first in self.sizes:
             blocks = [_squared(jac[first], jac[second]) for second in self.sizes]

@@ -80,6 +80,23 @@ class LaplaceResult(NamedTuple):
     converged: bool
 
 
+class Summary(NamedTuple):
+    """What follows from a mode.
+
+    :param weights: variances of the weights whose prior scale is learned, given that.
+    :param log_evidence: Laplace's log p(D), given what is held.
+    :param evidence_of_round: what rounds raise, up to a constant: the evidence given
+        the prior scales that are learned, times their prior.
+    """
+
+    gaussian: LaplaceGaussian
+    params: Values
+    effective: Array
+    weights: Values
+    log_evidence: Array
+    evidence_of_round: Array
+
+
 @dataclass(frozen=True)
 class EvidenceTuning:
     """Search, measure and, if asked for, tune prior precisions in turn.
@@ -122,10 +139,7 @@ class EvidenceTuning:
         for _ in range(self.num_rounds if in_rounds else 1):
             key, search_key = split(key)
             mode = polished(searched(v, tuned, search_key), ROUND_NEWTON_STEPS)
-            _check_positive(self.search.gaussian(mode))
-            evidence = float(
-                self.posterior.rows.run_once(self._evidence_of_round, mode)
-            )
+            evidence = float(self._summary(mode).evidence_of_round)
             since += 1
             if best is None or evidence > highest:
                 highest, since, best = evidence, 0, mode
@@ -154,33 +168,44 @@ class EvidenceTuning:
         """The Gaussian at the end of the search, its evidence, and how far it is from
         the mode.
         """
-        posterior, v = self.posterior, mode.v
-        gaussian = self.search.gaussian(mode)
-        _check_positive(gaussian)
-        # By NumPy: JAX would compile a program for each shape.
-        grads = jax.tree.map(
-            lambda *slopes: np.add(*slopes, dtype=np.float64),
-            posterior.rows.total(self._likelihood_slope, v, mode.tuned),
-            posterior.rows.run_once(self._prior_slope, v, mode.tuned),
-        )
-        sizes = self.search.structure.sizes
-        gradient = np.concatenate([np.ravel(grads[name]) for name in sizes])
-        distance = self.search.distance(mode, gradient)
-        params = posterior.rows.run_once(self._params, v, gaussian)
-        _warn(distance, float(gaussian.lost))
+        summary, precision = self._summary(mode), mode.tuned.precision
+        distance = self.search.distance(mode, summary.gaussian)
+        _warn(distance, float(summary.gaussian.lost))
         if distance < CONVERGED_DISTANCE_SDS:  # else it has warned, and is no mode
-            unless_interrupted(f"{CALL}.run", self._check_left_out, params)
-        effective = posterior.rows.run_once(self._effective, mode)
-        precision = mode.tuned.precision
+            unless_interrupted(f"{CALL}.run", self._check_left_out, summary.params)
+        slopes = [np.ravel(np.asarray(g, np.float64)) for g in mode.gradient.values()]
         return LaplaceResult(
-            params=params,
+            params=summary.params,
             losses=jax.device_put(np.asarray(losses, jnp.result_type(float))),
-            log_evidence=finite(self.log_evidence(mode)),
+            log_evidence=finite(float(summary.log_evidence)),
             prior_precision={name: float(value) for name, value in precision.items()},
-            effective_parameters=float(effective),
-            grad_norm=float(np.sqrt(sum(np.sum(part**2) for part in grads.values()))),
+            effective_parameters=float(summary.effective),
+            grad_norm=float(np.linalg.norm(np.concatenate(slopes))),
             distance=distance,
             converged=distance < CONVERGED_DISTANCE_SDS,
+        )
+
+    def _summary(self, mode: Mode) -> Summary:
+        """By one program; refuses a precision that is not positive."""
+        summary = self.posterior.rows.run_once(self._summarized, mode)
+        _check_positive(summary.gaussian)
+        return summary
+
+    def _summarized(self, batch: Batch, mode: Mode) -> Summary:
+        search, learned, v = self.search, self.posterior.learned, mode.v
+        prior, gaussian = search.prior(mode), search.gaussian(mode)
+        effective = jnp.zeros(())
+        for name in prior:
+            effective += jnp.sum(1 - prior[name] * gaussian.variance[name])
+        given_scales = search.given_scales(mode) if learned else gaussian
+        of_unit = {name: prior[name] * given_scales.variance[name] for name in learned}
+        return Summary(
+            gaussian,
+            self.guide._to_params(v, gaussian),
+            effective,
+            self.posterior.weight_variances(batch, v, of_unit),
+            self._evidence(batch, mode, gaussian),
+            self._evidence(batch, mode, given_scales),
         )
 
     def _check_left_out(self, params: Values) -> None:
@@ -229,43 +254,18 @@ class EvidenceTuning:
         batches = [rows.run(predicted, index, params) for index in indices]
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
 
-    def _params(self, batch: Batch, v: Values, gaussian: LaplaceGaussian) -> Values:
-        return self.guide._to_params(v, gaussian)
-
-    def _effective(self, batch: Batch, mode: Mode) -> Array:
-        variance = self.search.gaussian_of(batch, mode).variance
-        total = jnp.zeros(())
-        for name, prior in self.search.prior(mode).items():
-            total += jnp.sum(1 - prior * variance[name])
-        return total
-
-    def _likelihood_slope(self, batch: Batch, v: Values, tuned: Tuned) -> Values:
-        def density(v: Values) -> Array:
-            return self.posterior.log_likelihood(batch, v, tuned.spread)
-
-        return jax.grad(density)(v)
-
-    def _prior_slope(self, batch: Batch, v: Values, tuned: Tuned) -> Values:
-        def density(v: Values) -> Array:
-            return self.posterior.log_prior(batch, v, tuned, list(v))
-
-        return jax.grad(density)(v)
-
     # -- prior precisions and noise ----------------------------------------------------
 
-    def _spread(self, v: Values, gaussian: LaplaceGaussian | None) -> Values:
+    def _spread(self, v: Values, params: Values | None) -> Values:
         """(N, M) variances of the loc of sites whose noise scale is learned; 0 before
         there is a Gaussian.
         """
         rows = self.posterior.rows
-        chunks = [rows.run(self._variances, i, v, gaussian) for i in rows.chunks]
+        chunks = [rows.run(self._variances, i, v, params) for i in rows.chunks]
         return jax.tree.map(lambda *variances: np.concatenate(variances), *chunks)
 
-    def _variances(
-        self, batch: Batch, v: Values, gaussian: LaplaceGaussian | None
-    ) -> Values:
+    def _variances(self, batch: Batch, v: Values, params: Values | None) -> Values:
         variances = {}
-        params = gaussian and self.guide._to_params(v, gaussian)
         for name, site in self.posterior.observed.items():
             if len(site.used) < 2:  # a location and its noise
                 continue
@@ -293,11 +293,9 @@ class EvidenceTuning:
         if self.groups:
             precision = self._by_site(np.exp(fixed_point(step, start)).tolist())
         mode = mode._replace(tuned=mode.tuned._replace(precision=precision))
-        weights: Values = {}
-        if mode.tuned.weights:
-            weights = self.posterior.rows.run_once(self.search.weight_variances, mode)
-        spread = self._spread(mode.v, self.search.gaussian(mode))
-        return Tuned(precision, spread, weights)
+        summary = self._summary(mode)
+        weights = summary.weights if mode.tuned.weights else {}
+        return Tuned(precision, self._spread(mode.v, summary.params), weights)
 
     def _by_site(self, factors: PyTree) -> PyTree:
         precision: dict[str, PyTree] = {}
@@ -308,7 +306,7 @@ class EvidenceTuning:
     def _updated(self, batch: Batch, logs: Array, mode: Mode) -> Array:
         """One step of MacKay's fixed point."""
         mode = mode._replace(tuned=Tuned(self._by_site(jnp.exp(logs))))
-        variance = self.search.gaussian_of(batch, mode).variance
+        variance = self.search.gaussian(mode).variance
         prior = self.search.prior(mode)
         updated = []
         for group in self.groups:
@@ -323,19 +321,6 @@ class EvidenceTuning:
         return jnp.clip(jnp.stack(updated), -MAX_LOG_PRECISION, MAX_LOG_PRECISION)
 
     # -- the evidence ------------------------------------------------------------------
-
-    def log_evidence(self, mode: Mode) -> float:
-        """Laplace's log p(D), given what is held."""
-        return float(self.posterior.rows.run_once(self._log_evidence, mode))
-
-    def _log_evidence(self, batch: Batch, mode: Mode) -> Array:
-        return self._evidence(batch, mode, self.search.gaussian_of(batch, mode))
-
-    def _evidence_of_round(self, batch: Batch, mode: Mode) -> Array:
-        """What rounds raise, up to a constant: the evidence given the prior scales that
-        are learned, times their prior.
-        """
-        return self._evidence(batch, mode, self.search.given_scales(mode))
 
     def _evidence(self, batch: Batch, mode: Mode, gaussian: LaplaceGaussian) -> Array:
         """log p(D, v) + P / 2 log 2 pi - 1/2 log det of the precision."""
