@@ -325,6 +325,16 @@ def test_every_check_fires_on_its_failure(change, expected, words):
     assert all(finding.advice.endswith(".") for finding in findings)
 
 
+def test_a_chain_that_moves_in_one_site_is_not_frozen():
+    made = Made()
+    made.w[0] = made.w[0, 0]
+    idata = made.idata()
+    moving = {"v": ((*SAMPLE, "in"), made.rng.normal(size=made.w.shape))}
+    assert findings_of(idata)["frozen"].verdict == "warning"
+    idata = with_groups(idata, posterior=group(idata, "posterior").assign(moving))
+    assert findings_of(idata)["frozen"].verdict == "ok"
+
+
 def test_small_energy_variances_and_values_of_other_replicas_are_well():
     healthy = Made()
     # Its mean of 1.5 has a standard error of 0.9.
