@@ -239,7 +239,8 @@ def _sums(
     between = jnp.abs(jax.lax.stop_gradient(fine - rough)).sum(1) / _GAIN
     _, of_mean, of_square = (between + ends) / total
     moments = Gaussian(center + mean, jnp.maximum(second / total - mean * mean, 0))
-    return moments, Gaussian(of_mean, of_square + 2 * jnp.abs(mean) * of_mean)
+    # about a center that is the mean, up to rounding
+    return moments, Gaussian(of_mean, of_square)
 
 
 def _powers(density: Array, away: Array) -> tuple[Array, Array, Array]:

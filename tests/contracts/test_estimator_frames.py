@@ -582,6 +582,7 @@ def test_class_weights_are_weights_of_rows():
     ("weight", "words"),
     [
         (np.ones(23), "one for each row"),
+        (np.ones((24, 1)), r"shape \(24, 1\), for targets of shape \(24,\)"),
         (-np.ones(24), "24 negative"),
         (np.r_[1, np.zeros(23)], "1 positive"),
         (np.full(24, np.nan), "sample_weight"),

@@ -361,12 +361,14 @@ def test_rows_without_a_target_are_left_out():
     rows, targets = table(40)
     missing = np.arange(40) % 8 == 3
     y = np.where(missing, np.nan, targets["continuous"])
-    weight = 1.0 + np.arange(40) % 2
+    weight = 2.0 + np.arange(40) % 2
     with pytest.warns(HealthWarning, match="5 of 40 targets are missing"):
         found = quick("continuous").fit(rows, y, weight)
     known = ~missing
     expected = quick("continuous").fit(rows[known], y[known], weight[known])
     np.testing.assert_array_equal(found.predict(rows), expected.predict(rows))
+    plain = quick("continuous").fit(rows[known], y[known])
+    assert not np.any(found.predict(rows) == plain.predict(rows))
 
 
 # -- several targets of which some are missing -----------------------------------------
@@ -390,6 +392,12 @@ def test_the_density_of_several_targets_is_that_of_those_that_are_known():
     density = model.log_predictive_density(rows, y)
     mixture = logsumexp(each, axis=1) - np.log(each.shape[1])
     np.testing.assert_allclose(density, mixture, atol=1e-3)
+    # a column without any value, and a row
+    first = np.where(np.isnan(y[1]), np.nan, y)
+    found = model.log_predictive_density(rows, first)
+    np.testing.assert_array_equal(found[1::2], density[1::2])
+    with pytest.raises(ValueError, match="NaN"):
+        model.log_predictive_density(rows[:2], first[:2] * [[1.0], [np.nan]])
     exported = model.idata_
     np.testing.assert_allclose(exported["observed_data"]["y"], logs, rtol=1e-5)
     by_draw = exported["log_likelihood"]["y"].to_numpy().reshape(each.T.shape)

@@ -13,6 +13,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.infer import MCMC, Gibbs
 from numpyro.infer.util import potential_energy
+from orbits import Still
 from registry import FAST_WRAPPERS, WRAPPERS
 from scipy import stats
 from zoo import NET, NOISE, ZOO, X, Y
@@ -63,6 +64,18 @@ def test_a_new_run_reads_data_that_changed_in_place(name):
         y[:] = value
         mcmc.run(jax.random.key(0), y)
         np.testing.assert_array_equal(mcmc.get_samples()["mean"], value)
+
+
+def test_the_inner_kernel_starts_with_a_key_that_nothing_else_uses():
+    """Neither the caller, nor the wrapper, whose own draws would be those of the inner
+    kernel.
+    """
+    key = jax.random.key(0)
+    kernel = infer.UnitMoves(Still(of_mean), {"w": 0})
+    values = {"w": np.zeros(2), "scale": np.zeros(())}
+    state = kernel.init(key, 0, values, (np.zeros(3),), {})
+    keys = [jax.random.key_data(k) for k in (key, state.rng_key, state.base.rng_key)]
+    assert len({tuple(words.tolist()) for words in keys}) == 3
 
 
 def stepping(name, seed):

@@ -153,6 +153,16 @@ priors.base._NonCenter.process_message, off by one 0
     a handler that is no scope is ignored, and an outer scope has not named the site yet
 priors.base._NonCenter.process_message, dropped term 0
     a handler that is no scope is ignored, and an outer scope has not named the site yet
+guides.adf.moment_matching.refine_normal.log_posterior, factor 0
+    stands in for the precision of weights that the next condition leaves out
+infer.preconditioning.LearnPreconditioner._collected, factor 0
+    of a first gradient, which the second replaces, or which fades after a restart
+infer.preconditioning.LearnPreconditioner._collected, sign 0
+    other minibatches, each still used once; some are those of steps of the warm-up
+infer.preconditioning.LearnPreconditioner._collected, sign 1
+    other minibatches, each still used once; some are those of steps of the warm-up
+infer.unit_moves.UnitMoves._move.step, key used twice 0
+    one is split further, the other drawn from: these bits are unrelated
 results.fit._check_unchanged, factor 0
     a limit between rounding and changed data; half or twice as much serves too
 results.fit._check_unchanged, lost factor 0

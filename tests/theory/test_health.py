@@ -325,6 +325,16 @@ def test_every_check_fires_on_its_failure(change, expected, words):
     assert all(finding.advice.endswith(".") for finding in findings)
 
 
+def test_a_chain_that_moves_in_one_site_is_not_frozen():
+    made = Made()
+    made.w[0] = made.w[0, 0]
+    idata = made.idata()
+    moving = {"v": ((*SAMPLE, "in"), made.rng.normal(size=made.w.shape))}
+    assert findings_of(idata)["frozen"].verdict == "warning"
+    idata = with_groups(idata, posterior=group(idata, "posterior").assign(moving))
+    assert findings_of(idata)["frozen"].verdict == "ok"
+
+
 def test_small_energy_variances_and_values_of_other_replicas_are_well():
     healthy = Made()
     # Its mean of 1.5 has a standard error of 0.9.
@@ -339,6 +349,22 @@ def test_small_energy_variances_and_values_of_other_replicas_are_well():
     assert off(healthy.idata()) == []
     (found,) = [f for f in health(healthy.idata()).findings if f.verdict == "note"]
     assert found.what == "chain 0 refused 6% of its steps"
+
+
+@pytest.mark.parametrize(
+    ("signs", "autocorrelation"),
+    [("+-+-+-+-+-", 0.0), ("++--+---++", 0.3), ("+++++-----", 0.9)],
+)
+def test_a_temperature_is_judged_by_its_mean_less_four_errors(signs, autocorrelation):
+    """Errors are those of an autoregression of ten batches, whose autocorrelation is
+    too low by 2 / 10, and is taken for 0 to 0.9.
+    """
+    made = Made()
+    steps = np.repeat([float(f"{sign}1") for sign in signs], S // 10)
+    made.stats["kinetic_temperature"][1] = 11 + steps
+    error = ((1 + autocorrelation) / (1 - autocorrelation)) ** 0.5 / 9**0.5
+    value = findings_of(made.idata())["temperature"].value
+    assert value == pytest.approx(10 - 4 * error)
 
 
 @pytest.mark.parametrize(("bias", "expected"), [(0.4, []), (0.6, ["energy_variance"])])

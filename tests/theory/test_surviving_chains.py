@@ -215,6 +215,21 @@ def test_a_chain_that_is_lost_at_a_given_step_size_is_marked():
     equal(group(idata, "posterior")["marked"], [True])
 
 
+def test_a_chain_that_is_lost_twice_keeps_its_given_step_size():
+    """Before it should have arrived at the typical set, and after."""
+    kernel = infer.SGLD(unit, 0.1, steps_per_draw=20, warm_start=0.0)
+    state = kernel.init(jax.random.key(0), 100, {"w": jnp.ones(3)}, (), {})
+
+    def transition(state, i):
+        far = (i == 20) | (i == 75)
+        size = jnp.where(far, 1e12, state.base_step_size)
+        return kernel.sample(state._replace(base_step_size=size), (), {}), None
+
+    end, _ = jax.jit(lambda s: lax.scan(transition, s, jnp.arange(100)))(state)
+    assert kernel.describe(end)["restarts"] == "[2]"
+    close(end.base_step_size, 0.1, rtol=1e-6)
+
+
 def test_a_diverging_warm_start_is_undone_and_reported():
     """Sampling begins where the optimizer did."""
     options = {"temperature": 0.0, "warm_start": 0.5, "optimizer": optax.sgd(1e30)}

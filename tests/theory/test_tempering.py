@@ -137,6 +137,23 @@ def test_neighbors_exchange_by_turns_with_the_right_probability_on_a_set_ladder(
     close(there.base.potential_energy[:, 0], potential, rtol=1e-5)
 
 
+def test_no_replica_leaves_the_bounds_of_one_of_several_observations():
+    """Outside of its support the density of a uniform distribution is finite."""
+
+    def model():
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        fn = dist.Uniform(0.0, w, validate_args=False)
+        numpyro.sample("y", fn, obs=jnp.array(0.5))
+        numpyro.sample("v", dist.Normal(0.0, jnp.exp(w)), obs=0.0)
+
+    fixed = {"adapt_step_size": False, "adapt_mass_matrix": False}
+    hmc = HMC(model, step_size=0.3, trajectory_length=0.6, **fixed)
+    start = {"w": jnp.ones(())}
+    _, z = walk(infer.ParallelTempering(hmc, 2), 40, start=start)
+    assert (z["w"] > 0.5).all()
+    assert np.ptp(z["w"]) > 0.1
+
+
 @pytest.mark.slow
 def test_sites_that_other_blocks_hold_are_not_tempered():
     """As a block of ``Gibbs``, exchanges and replicas agree."""

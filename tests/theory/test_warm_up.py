@@ -251,6 +251,29 @@ def test_scales_come_from_the_squared_gradients_of_the_warm_start():
     )
 
 
+def test_gradient_noise_is_learned_from_all_rows_and_recent_gradients_weigh_more():
+    """Each gradient is 20 in two directions; weights grow by equal steps over the 15
+    transitions in which the chain learns, from the middle of its warm start. The number
+    of gradients that weighted ones are worth (Kish) says how far the correlation of the
+    two, 1, is shrunk.
+    """
+    rows = np.tile(np.eye(10), 2)
+    warm = infer.WarmStart(0.4, num_steps=8, optimizer=optax.sgd(0.0))
+    kernel = infer.SGLD(quadratic, steps_per_draw=3, warm_start=warm)
+    args = problem(np.concatenate([rows, -rows]), 1e-4 * np.eye(20), 1)
+    state, _ = walk(kernel, 20, args, start={"w": jnp.zeros(20)}, warmup=20)
+    root = np.asarray(state.engine.adaptation, float)
+    moment = np.linalg.inv(root @ root.T)
+    squares = np.diag(moment)
+    assert squares.min() > 1  # no row is missing
+    close(squares.sum(), 2 * 20**2, rtol=0.01)
+    weights = np.arange(15.0)
+    worth = 3 * weights.sum() ** 2 / (weights**2).sum()
+    correlation = moment / np.sqrt(np.outer(squares, squares))
+    shrinkage = 1 - np.diag(correlation[:10, 10:])
+    close(shrinkage, 0.01 * (20 / worth) ** 3, rtol=0.02)
+
+
 @pytest.mark.slow
 def test_a_thousand_parameters_get_a_diagonal():
     """Of one shape from the start of the warm-up, when it is one, to its end."""
