@@ -499,7 +499,7 @@ def _left_member(result: Result) -> np.ndarray:
 
 @check(
     "If it has not learned, take more steps; if it has learned noise, a narrower prior "
-    "or a smaller network; or another method."
+    "or a smaller network; or another method. Of `AutoLaplace` take `predictive`."
 )
 def linear(result: Result) -> Measurement | None:
     """By how much a constant or a linear model predicts rows better, each from the
