@@ -304,9 +304,7 @@ def with_param(x, y=None):
         numpyro.sample("y", dist.Normal(x @ w + shift, 1.0), obs=y)
 
 
-@pytest.mark.filterwarnings("ignore::numpyro_bnn.metrics.HealthWarning")
 def test_parameters_of_the_model_stay_as_given():
-    """Also a shift with which the model is worse than a line."""
     x, y = data()
     exact = jnp.linalg.solve(x.T @ x + jnp.eye(2), x.T @ (y - 1.0))
     given = {"shift": jnp.asarray(1.0), "w": exact}

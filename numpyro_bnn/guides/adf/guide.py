@@ -43,7 +43,7 @@ from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import spread
 from numpyro_bnn.metrics.left_out import (
     MAX_ROWS,
-    MIN_ROWS,
+    MIN_ROWS_OF_FORMULAS,
     unless_interrupted,
     warn_if_behind,
 )
@@ -292,7 +292,7 @@ class AutoADF(ADFPosterior):
         """
         likelihood, head = self._known_problem(), self._data
         places = spread(scores.shape[-1], MAX_ROWS)
-        if head is None or len(places) < MIN_ROWS:
+        if head is None or len(places) < MIN_ROWS_OF_FORMULAS:
             return
         names = likelihood.inputs(head.first)
         observed = shared(

@@ -30,7 +30,11 @@ from numpyro_bnn.guides.laplace.search import Mode, ModeSearch, finite
 from numpyro_bnn.guides.laplace.structures import LaplaceGaussian
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import spread
-from numpyro_bnn.metrics.left_out import MIN_ROWS, unless_interrupted, warn_if_behind
+from numpyro_bnn.metrics.left_out import (
+    MIN_ROWS_OF_FORMULAS,
+    unless_interrupted,
+    warn_if_behind,
+)
 
 LOG_PRECISION_TOLERANCE = 1e-3  # change of a log precision below which tuning ends
 MAX_LOG_PRECISION = 15.0
@@ -218,7 +222,7 @@ class EvidenceTuning:
             fn = reading.sites[name]["fn"]
             number = 1 if axis is None else fn.shape()[axis]
             number = number if plate is None else plate.size
-            if number < MIN_ROWS:
+            if number < MIN_ROWS_OF_FORMULAS:
                 continue
             places = spread(number, MAX_LEFT_OUT_ROWS)
             scores, value, weight = self._left_out(params, name, places)
