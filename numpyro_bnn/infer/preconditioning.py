@@ -149,7 +149,7 @@ class LearnPreconditioner(Phase):
         counters = -2 - now.i * self.count - lax.iota(jnp.int32, self.count)
         gradients = gradients_on(sampler, state.engine, counters)
         added = gradients.T @ gradients if self.dense else jnp.sum(gradients**2, axis=0)
-        weight = (RECENT / (now.i - self.begin + 1)).astype(added.dtype)
+        weight = jnp.minimum(1.0, RECENT / (now.i - self.begin + 1)).astype(added.dtype)
         weight = jnp.where(moment.worth > 0, weight, 1.0)
         old = jnp.where(
             moment.worth > 0, (1 - weight) ** 2 / jnp.maximum(moment.worth, 1), 0.0
