@@ -1,5 +1,5 @@
-"""What the checks of health read of a result: its numbers, and how much of the targets
-it explains at the training rows, beside a linear model.
+"""What the checks of health read of a result: its numbers, how much of the targets it
+explains at the training rows, and whether a simple model predicts them better.
 """
 
 import json
@@ -388,9 +388,8 @@ class Result:
         in the result, or as an attribute says.
         """
         explained = {}
-        for site, shares in json.loads(
-            self.about.get("explained_by_chains", "{}")
-        ).items():
+        recorded = json.loads(self.about.get("explained_by_chains", "{}"))
+        for site, shares in recorded.items():
             # an estimator leaves out chains at fault, and does not record them
             whole = len(shares) == len(self.chains)
             explained[site] = np.array(shares)[slice(None) if whole else self.positions]
@@ -419,14 +418,15 @@ class Result:
             if densities.shape[2] != len(seen) or not len(seen):
                 continue
             some = spread(len(seen), ROWS_LEFT_OUT)
-            draws = spread(self.draws, DRAWS_LEFT_OUT // len(self.sound))
+            draws = spread(self.draws, max(DRAWS_LEFT_OUT // len(self.sound), 1))
             scores = densities[self.sound][:, draws[:, None], some].astype(np.float64)
             scores = scores.reshape(-1, len(some), densities[0, 0, 0].size).sum(axis=2)
             rows = seen[some]
             inputs = [x[rows] for x in self.inputs.values() if len(x) == len(y)]
-            kind = "numbers" if y.dtype.kind == "f" else "counts"
-            classes = f"{site}_probs" in self.means(self._predicted)
-            if kind == "counts" and (classes or y.max() <= 1):
+            kind = "counts"
+            if y.dtype.kind == "f":
+                kind = "numbers"
+            elif f"{site}_probs" in self.means(self._predicted) or y.max() <= 1:
                 kind = "classes"
             if all(np.isfinite(values).all() for values in (scores, *inputs)):
                 scores = scores_without(scores)

@@ -528,10 +528,10 @@ def covered(result: Result) -> Measurement | None:
     """
     words = "chain {1} covers {0:.0%} of the posterior variance"
     least = attribute(result, "variance_covered", 0.25, words, below=True)
-    observations = sum(y.size for y in result.targets.values())
-    if least is None or not observations:
-        return least
-    missing = (1 - least.value) * result.size / (2 * observations)
+    if least is None:
+        return None
+    observations = sum(np.isfinite(y).sum() for y in result.targets.values())
+    missing = (1 - least.value) * result.size / (2 * observations)  # inf without any
     return least.as_note() if missing <= MAX_NATS_APART else least
 
 

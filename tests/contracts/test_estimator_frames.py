@@ -243,7 +243,7 @@ def test_a_clock_that_stands_still_says_nothing_of_the_day():
 def test_columns_without_a_value():
     empty = {"date": pd.Series(pd.NaT, range(20)), "text": [None] * 20}
     rows = pd.DataFrame({**empty, "x": range(20)})
-    model = Regressor("adf", **TINY).fit(rows, np.cos(np.arange(20)))
+    model = Regressor("adf", **TINY).fit(rows, np.arange(20.0))
     assert "date: 20 missing" in str(model)
     new = rows.assign(text="a", date=pd.Timestamp("2020-01-01"))
     with pytest.warns(
@@ -256,7 +256,7 @@ def test_a_column_of_rare_levels_only_is_not_used():
     """Such as names, or dates in another form: new ones are no news."""
     days = [f"{day}.1.2020" for day in range(1, 21)]
     rows = pd.DataFrame({"day": days, "x": range(20)})
-    model = Regressor("adf", **TINY).fit(rows, np.cos(np.arange(20)))
+    model = Regressor("adf", **TINY).fit(rows, np.arange(20.0))
     assert "day: 20 levels, all of them rare: not used (dates need" in str(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -156,6 +156,8 @@ priors.base._NonCenter.process_message, dropped term 0
 guides.adf.moment_matching.refine_normal.log_posterior, factor 0
     stands in for the precision of weights that the next condition leaves out
 infer.preconditioning.LearnPreconditioner._collected, factor 0
+    a bound that only a first gradient reaches, whose weight is 1 if nothing is kept
+infer.preconditioning.LearnPreconditioner._collected, factor 1
     of a first gradient, which the second replaces, or which fades after a restart
 infer.preconditioning.LearnPreconditioner._collected, sign 0
     other minibatches, each still used once; some are those of steps of the warm-up

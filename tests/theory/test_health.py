@@ -435,6 +435,23 @@ def test_numbers_that_pile_up_at_a_border_are_not_compared():
     assert "linear" not in off(made.idata())
 
 
+def test_rows_of_a_thousand_chains_are_compared():
+    """As of an ensemble of short ones: a draw of each is read."""
+    made = Made(draws=100, chains=1001)
+    assert findings_of(made.idata())["linear"].verdict == "ok"
+    unlearned(made)
+    assert "linear" in off(made.idata())
+
+
+def test_what_is_covered_is_judged_by_the_rows_that_no_mask_leaves_out():
+    made = Made()
+    made.attrs["variance_covered"] = "[0.2]"
+    made.w = np.concatenate([made.w, made.rng.normal(size=(C, S, 5))], -1)
+    assert findings_of(made.idata())["covered"].verdict == "note"  # 7 of 40 rows
+    made.y[10:] = np.nan
+    assert findings_of(made.idata())["covered"].verdict == "warning"
+
+
 def test_every_check_has_a_failure():
     fired = {name for _, names, _ in FAILURES for name in names}
     assert fired | {"restarts", "few_draws"} == all_checks()

@@ -31,7 +31,8 @@ class LaplacePredictive(NamedTuple):
         of each class (N, ..., K).
     :param variance: its variance, with the noise.
     :param outputs: means of the natural outputs f (``loc``, ``log_scale``, ``logits``,
-        ``log_rate``, ``log_mean``, ``log_shape``).
+        ``log_rate``, ``log_mean``, ``log_shape``), and what is given (``df``,
+        ``trials``).
     :param output_variance: variances of these.
     :param covariance: (N, E, E) of the E outputs of a row; (N, E, N, E) with
         ``covariance=True``.
