@@ -179,6 +179,18 @@ def test_a_number_far_away_has_a_density_in_float32():
     close(densities[1], densities[0], rtol=1e-3)
 
 
+def test_counts_of_a_huge_concentration_are_poisson_in_float32():
+    """A network that learns it from Poisson counts finds no end."""
+    with jax.enable_x64(False):
+        logs = jnp.array([20.0, 60.0, 95.0])
+        fn = dist.GammaPoisson(jnp.exp(logs), jnp.exp(logs) / 3.0)
+        (likelihood,) = [each for each in LIKELIHOODS if each.takes(fn)]
+        f = {"log_mean": jnp.full(3, jnp.log(3.0)), "log_shape": logs}
+        information = likelihood.information(f)
+    close(information["log_mean"], 3**0.5, rtol=1e-5)
+    close(information["log_shape"], 0.0, atol=0.01)
+
+
 def test_moments_of_positive_numbers_are_averaged_over_both_outputs():
     """Independent log-normal mean and shape, against a grid over both."""
     rows = observed_rows({"name": "y", "fn": gammas(**MEANS), "scale": None}, 0)

@@ -397,15 +397,19 @@ class NegativeBinomialOutputs(GammaOutputs):
 
         The integral over a t > 0 is one over its logarithm, by the trapezoidal rule.
         """
-        mean, a = jnp.exp(f["log_mean"]), jnp.exp(f["log_shape"])
-        nodes = np.exp(np.arange(-30.0, 5.0, LOG_STEP))
-        scaled = jnp.asarray(nodes, float).reshape(-1, *[1] * mean.ndim)
+        mean = jnp.exp(f["log_mean"])
+        # above it, counts are Poisson, and float32 would overflow
+        a = jnp.exp(jnp.minimum(f["log_shape"], 30.0))
+        logs = jnp.arange(-30.0, 5.0, LOG_STEP).reshape(-1, *[1] * mean.ndim)
+        scaled = jnp.exp(logs)
         t, left = scaled / a, -jnp.expm1(-scaled / a)
         seen = -jnp.expm1(-a * jnp.log1p(mean / a * left))
         mass = scaled * jnp.exp(-scaled) * (t / left * seen + jnp.expm1(-mean * t))
-        of_shape = jnp.maximum(LOG_STEP * a * jnp.sum(mass, axis=0), 0.0)
-        of_mean = mean * a / (mean + a)
-        return {"log_mean": jnp.sqrt(of_mean), "log_shape": jnp.sqrt(of_shape)}
+        of_shape = LOG_STEP * a * jnp.sum(mass, axis=0)
+        return {
+            "log_mean": jnp.sqrt(1 / (1 / mean + 1 / a)),
+            "log_shape": jnp.sqrt(jnp.maximum(of_shape, 0.0)),
+        }
 
     def predicted(self, f: Values, v: Values) -> tuple[Array, Array]:
         rate, variance = super().predicted(f, v)
